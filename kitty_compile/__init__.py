@@ -1,0 +1,36 @@
+"""Any causal language model on a 2-bit paged KV cache.
+
+The names below are loaded on first use, so that importing this package costs neither triton nor transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from kitty_compile.config import KittyConfig
+
+if TYPE_CHECKING:
+    from kitty_compile.api import apply, remove, report
+    from kitty_compile.huggingface import KittyCache
+
+__version__ = "0.1.0"
+__all__ = ["KittyCache", "KittyConfig", "__version__", "apply", "remove", "report"]
+
+_HOMES = {
+    "KittyCache": "kitty_compile.huggingface",
+    "apply": "kitty_compile.api",
+    "remove": "kitty_compile.api",
+    "report": "kitty_compile.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

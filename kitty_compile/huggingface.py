@@ -1,0 +1,182 @@
+"""``KittyCache``: the paged cache behind transformers' ``Cache`` interface, on both sides of its renames."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import Cache, PreTrainedConfig
+
+from kitty_compile.attention import active_call, refuse_gradients
+from kitty_compile.cache import PagedCache
+from kitty_compile.config import KittyConfig, resolve_config
+from kitty_compile.support import layer_plans, text_config
+
+# Until 5.17 a positive argument of ``crop`` is the length to keep; later versions refuse it.
+CROP_TAKES_LENGTH = Version(transformers.__version__) < Version("5.18")
+
+
+class KittyCache(PagedCache, Cache):  # type: ignore[misc]
+    """A transformers cache on 2-bit pages.
+
+    In a model prepared by ``kitty_compile.apply`` attention runs on the pages themselves. In any other model ``update``
+    returns keys and values dequantised at their columns: slow, but any attention in plain eager works on them. Such a
+    model does not show its attention mask to the cache, so a padded batch needs ``padding=`` or ``set_padding(mask)``.
+
+    Args:
+        model_config: the model's configuration.
+        config: a ``KittyConfig``, a preset's name, or None for "kitty".
+        max_length: columns the cache can ever hold, allocated at once; None to grow as needed.
+        padding: attention mask [batch, columns] of the columns to come; columns past its end hold tokens.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    # Read by transformers wherever it asks a Cache about its own ways of growing and offloading.
+    offloading = False
+    layer_class_to_replicate = None
+
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        config: KittyConfig | str | None = None,
+        *,
+        max_length: int | None = None,
+        padding: torch.Tensor | None = None,
+    ) -> None:
+        plans = layer_plans(text_config(model_config))
+        PagedCache.__init__(self, plans, resolve_config(config), max_length=max_length)
+        self._materialised: set[int] | None = None  # layers served in the open call of the materialising form
+        if padding is not None:
+            self.set_padding(padding)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(layers={len(self)}, columns={self.get_seq_length()}, config={self.config})"
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a layer's new keys and values; returns what the model shall attend to."""
+        refuse_gradients(key_states, value_states)
+        call = active_call()
+        if call is not None and call.cache is self:
+            call.stage(layer_idx, key_states, value_states)
+            return key_states, value_states
+        return self._materialise(key_states, value_states, layer_idx)
+
+    def _materialise(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._materialised is not None and layer in self._materialised:
+            # The forward before this one ended in an exception: this is the first layer of the next.
+            self._materialised = None
+            self.abort_call()
+        if self._materialised is None:
+            self.begin_call(key.shape[2], None)
+            self._materialised = set()
+        stored = self.store(key, value, layer)
+        self._materialised.add(layer)
+        if len(self._materialised) == len(self.layers):
+            self._materialised = None
+            self.end_call()
+        return stored
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest ``-tokens_to_remove`` columns; 0 drops none."""
+        length = self.get_seq_length()
+        columns = length + tokens_to_remove
+        if tokens_to_remove > 0:
+            if not CROP_TAKES_LENGTH:
+                raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
+            columns = tokens_to_remove
+        if columns < length:
+            super().crop(max(columns, 0))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.get_seq_length():
+            self.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.get_seq_length():
+            self.repeat(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.get_seq_length():
+            self.select(indices)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length(layer_idx)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Columns that the cache, or one layer of it, can hold; -1 when it grows."""
+        window = None if layer_idx is None else self.plans[layer_idx].window
+        if window is not None:
+            return window
+        return -1 if self.max_length is None else self.max_length
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: the newest ``rollback_window`` columns can always be cropped."""
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True
+
+    @property
+    def is_initialized(self) -> bool:
+        return all(layer.is_initialized for layer in self.layers)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [layer.is_sliding for layer in self.layers]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """Allocate before the first forward."""
+        heads = [num_heads] * len(self) if isinstance(num_heads, int) else list(num_heads)
+        dims = [head_dim] * len(self) if isinstance(head_dim, int) else list(head_dim)
+        for name, entries in (("num_heads", heads), ("head_dim", dims)):
+            if len(entries) != len(self):
+                raise ValueError(f"{name} must have one entry per layer ({len(self)}), got {len(entries)}")
+        raise NotImplementedError
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(f"a KittyCache must hold keys and values of attention layers on one device, got {what}")
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        self._refuse("a call of offload")
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        self._refuse("a call of prefetch")
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> NoReturn:
+        self._refuse("a convolution state")
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("a convolution state")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> NoReturn:
+        self._refuse("a recurrent state")
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("a recurrent state")
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> NoReturn:
+        self._refuse("a question about recurrent states")
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> NoReturn:
+        self._refuse("the keys of an indexer")
