@@ -7,6 +7,7 @@ with scale and zero folded into the query (K, per channel) and the probabilities
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -163,73 +164,100 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, query_shape: torc
     return exponentials / total.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-class _CachedTokens:
-    """One layer's cached tokens laid out for dense products, built once per call.
+class _Positions:
+    """Where the cached tokens of every row lie, from the lengths alone: all layers of a forward share it.
 
-    K positions are [sink | packed pages | raw tail], V positions [sink | packed pages | raw tail]; V's tail is longer by the
-    value window, so the probabilities of its tokens are gathered from K's pages and tail.
+    K positions are [sink | packed pages | raw tail]. V's raw tail is longer by the value window, so the probabilities of
+    its tokens are picked from K's pages and tail. Masks are None where every row is full there.
     """
 
-    def __init__(self, state: LayerTensors, layout: PageLayout, raw: RawLayout) -> None:
-        lengths = state.lengths.long()
-        self.layout, self.sink = layout, raw.sink_length
+    def __init__(self, lengths: torch.Tensor, raw: RawLayout) -> None:
+        device = lengths.device
+        self.sink = min(raw.sink_length, int(lengths.max()))
         key_pages, value_pages = raw.key_pages(lengths), raw.value_pages(lengths)
         self.num_key_pages, self.num_value_pages = int(key_pages.max()), int(value_pages.max())
-        device = lengths.device
         page = torch.arange(self.num_key_pages, device=device)
-        self.key_page_valid = page < key_pages.unsqueeze(1)
-        self.value_page_valid = page[: self.num_value_pages] < value_pages.unsqueeze(1)
-        table = state.page_table.long()
-        self.key_records = self._records(state.key_pages, table[:, : self.num_key_pages], layout.key.nbytes)
-        self.value_records = self._records(state.value_pages, table[:, : self.num_value_pages], layout.value.nbytes)
-        self.sink_valid = torch.arange(self.sink, device=device) < lengths.unsqueeze(1)
-        self.raw_key, self.raw_value = state.raw_key, state.raw_value
+        key_page_valid = page < key_pages.unsqueeze(1)
+        self.value_page_valid = _unless_all(page[: self.num_value_pages] < value_pages.unsqueeze(1))
+        sink_valid = torch.arange(self.sink, device=device) < lengths.unsqueeze(1)
+        self.sink_valid = _unless_all(sink_valid)
 
-        tail = torch.arange(PAGE_SIZE, device=device)
-        key_tail = self.sink + key_pages.unsqueeze(1) * PAGE_SIZE + tail
-        self.key_tail_valid = key_tail < lengths.unsqueeze(1)
+        first = raw.sink_length + key_pages * PAGE_SIZE
+        key_tail, key_tail_valid = _ranges(first, lengths)
         self.key_tail_slots = raw.slots(key_tail, raw.key_ring)
+        pages = key_page_valid.repeat_interleave(PAGE_SIZE, dim=1)
+        self.key_valid = _unless_all(torch.cat([sink_valid, pages, key_tail_valid], dim=1))
+        self.num_positions = self.sink + self.num_key_pages * PAGE_SIZE + key_tail.shape[1]
 
-        window = torch.arange(raw.value_window + PAGE_SIZE, device=device)
-        offset = value_pages.unsqueeze(1) * PAGE_SIZE + window
-        self.value_tail_valid = self.sink + offset < lengths.unsqueeze(1)
-        self.value_tail_slots = raw.slots(self.sink + offset, raw.value_ring)
-        packed = key_pages.unsqueeze(1) * PAGE_SIZE
-        position = torch.where(offset < packed, offset, offset - packed + self.num_key_pages * PAGE_SIZE)
-        self.value_tail_positions = torch.where(self.value_tail_valid, position, 0)
+        value_tail, value_tail_valid = _ranges(raw.sink_length + value_pages * PAGE_SIZE, lengths)
+        self.value_tail_valid = _unless_all(value_tail_valid)
+        self.value_tail_slots = raw.slots(value_tail, raw.value_ring)
+        from_tail = value_tail - first.unsqueeze(1)
+        position = torch.where(from_tail < 0, value_tail - raw.sink_length, from_tail + self.num_key_pages * PAGE_SIZE)
+        self.value_tail_positions = torch.where(value_tail_valid, self.sink + position, 0)
+
+
+@functools.lru_cache(maxsize=4)
+def _positions(lengths: tuple[int, ...], device: torch.device, raw: RawLayout) -> _Positions:
+    return _Positions(torch.tensor(lengths, device=device), raw)
+
+
+def _unless_all(valid: torch.Tensor) -> torch.Tensor | None:
+    return None if bool(valid.all()) else valid
+
+
+def _ranges(first: torch.Tensor, stop: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The integers of [first, stop) of every row, padded: i64 and bool [B, longest]."""
+    longest = max(int((stop - first).max()), 0)
+    values = first.unsqueeze(1) + torch.arange(longest, device=first.device)
+    valid = values < stop.unsqueeze(1)
+    return torch.where(valid, values, 0), valid
+
+
+class _CachedTokens:
+    """One layer's cached tokens, ready for products with queries and probabilities."""
+
+    def __init__(self, state: LayerTensors, layout: PageLayout, raw: RawLayout) -> None:
+        self.at = _positions(tuple(state.lengths.tolist()), state.lengths.device, raw)
+        self.layout, self.state = layout, state
+        self.key_records = self._records(state.key_pages, self.at.num_key_pages, layout.key.nbytes)
+        self.value_records = self._records(state.value_pages, self.at.num_value_pages, layout.value.nbytes)
 
     @property
     def num_positions(self) -> int:
-        return self.sink + (self.num_key_pages + 1) * PAGE_SIZE
+        return self.at.num_positions
 
-    @staticmethod
-    def _records(pages: torch.Tensor, table: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """Records of each row's pages, u8 [B, Hkv, N, nbytes]."""
-        return pages[table].unflatten(-1, (-1, nbytes)).transpose(1, 2)
+    def _records(self, pages: torch.Tensor, num_pages: int, nbytes: int) -> torch.Tensor:
+        """Records of each row's first pages, u8 [B, Hkv, N, nbytes]."""
+        table = self.state.page_table[:, :num_pages]
+        records = pages.index_select(0, table.flatten())
+        return records.view(*table.shape, self.layout.num_kv_heads, nbytes).transpose(1, 2).contiguous()
 
     def scores(self, query: torch.Tensor) -> torch.Tensor:
         """fp32 [B, Hkv, M, Dk] -> scores [B, Hkv, M, num_positions], not masked."""
-        sink = query @ self.raw_key[:, :, : self.sink].float().mT
-        tail = query @ _gather_slots(self.raw_key, self.key_tail_slots).float().mT
-        return torch.cat([sink, self._page_scores(query).flatten(-2), tail], dim=-1)
+        held = self.state.raw_key
+        parts = [query @ held[:, :, : self.at.sink].float().mT]
+        if self.at.num_key_pages:
+            parts.append(self._page_scores(query))
+        parts.append(query @ _gather_slots(held, self.at.key_tail_slots).float().mT)
+        return torch.cat(parts, dim=-1)
 
     def _page_scores(self, query: torch.Tensor) -> torch.Tensor:
-        """[B, Hkv, M, Dk] -> [B, Hkv, M, N, 128]."""
+        """[B, Hkv, M, Dk] -> [B, Hkv, M, N * 128]."""
         record = self.layout.key
         if record.is_raw:
-            keys = reference.unseal_keys(self.key_records, self.layout)
-            return (query @ keys.flatten(2, 3).mT).unflatten(-1, (-1, PAGE_SIZE))
+            return query @ reference.unseal_keys(self.key_records, self.layout).flatten(2, 3).mT
         parts = reference.split_key_records(self.key_records, record, self.layout.dtype)
         per_page = query.unsqueeze(2)  # [B, Hkv, 1, M, Dk]
-        codes = field_codes(reference.restore_key_words(parts.low).mT)
+        codes = _codes(parts.low, reference.restore_key_words)
         scores = (per_page * parts.scale.float().unsqueeze(-2)) @ codes
         if record.num_slots:
-            high = field_codes(reference.restore_high_words(parts.high).mT)
-            scores = scores + self._boosted_query(per_page, parts) @ high
+            high = _codes(parts.high, reference.restore_high_words)
+            scores += self._boosted_query(per_page, parts) @ high
         # Columns come in word order (row j, field f); a token is 16 f + j.
-        scores = scores.unflatten(-1, (16, 8)).mT.flatten(-2)
-        zero = per_page @ parts.zero.float().unsqueeze(-1)
-        return (scores + zero).transpose(2, 3)
+        tokens = scores.unflatten(-1, (16, 8)).permute(0, 1, 3, 2, 5, 4)
+        zero = query @ parts.zero.float().mT
+        return (tokens + zero[..., None, None]).flatten(3)
 
     def _boosted_query(self, per_page: torch.Tensor, parts: reference.KeyParts) -> torch.Tensor:
         """The query's boosted channels times 4 * scale, [B, Hkv, N, M, num_slots]."""
@@ -237,59 +265,100 @@ class _CachedTokens:
             return per_page * (4 * parts.scale.float()).unsqueeze(-2)
         scale = (parts.slots << 16).view(torch.float32)  # the low half of a slot is the bits of a bf16
         num_pages, num_rows = parts.slots.shape[2], per_page.shape[3]
-        channels = (parts.slots >> 16).long().clamp(0, self.layout.key_dim - 1).unsqueeze(-2)
+        channels = reference.slot_channels(parts.slots, self.layout.key_dim).unsqueeze(-2)
         query = per_page.expand(-1, -1, num_pages, -1, -1)
         return query.gather(-1, channels.expand(-1, -1, -1, num_rows, -1)) * scale.unsqueeze(-2)
 
     def masked(self, scores: torch.Tensor) -> torch.Tensor:
         """-inf at every position that holds no token of the row, whatever bytes lie there."""
-        pages = self.key_page_valid.repeat_interleave(PAGE_SIZE, dim=1)
-        valid = torch.cat([self.sink_valid, pages, self.key_tail_valid], dim=1)
-        return scores.masked_fill(~valid[:, None, None], -torch.inf)
+        if self.at.key_valid is None:
+            return scores
+        return scores.masked_fill(~self.at.key_valid[:, None, None], -torch.inf)
 
     def weighted_values(self, probabilities: torch.Tensor) -> torch.Tensor:
         """[B, Hkv, M, num_positions] -> fp32 [B, Hkv, M, Dv]."""
-        sink, rest = probabilities[..., : self.sink], probabilities[..., self.sink :]
-        sink_value = self.raw_value[:, :, : self.sink].float().masked_fill(~self.sink_valid[:, None, :, None], 0.0)
-        output = sink @ sink_value
-        positions = self.value_tail_positions[:, None, None].expand(*rest.shape[:3], -1)
-        tail = rest.gather(-1, positions).masked_fill(~self.value_tail_valid[:, None, None], 0.0)
-        tail_value = _gather_slots(self.raw_value, self.value_tail_slots).float()
-        output = output + tail @ tail_value.masked_fill(~self.value_tail_valid[:, None, :, None], 0.0)
-        if self.num_value_pages == 0:
-            return output
-        packed = rest[..., : self.num_value_pages * PAGE_SIZE].unflatten(-1, (-1, PAGE_SIZE))
-        packed = packed.masked_fill(~self.value_page_valid[:, None, None, :, None], 0.0)
-        return output + self._page_values(packed.transpose(2, 3))
+        at, held = self.at, self.state.raw_value
+        sink_value = _zero_unless(held[:, :, : at.sink].float(), at.sink_valid)
+        output = probabilities[..., : at.sink] @ sink_value
+        output += self._tail_probabilities(probabilities) @ _zero_unless(
+            _gather_slots(held, at.value_tail_slots).float(), at.value_tail_valid
+        )
+        if at.num_value_pages:
+            packed = probabilities[..., at.sink : at.sink + at.num_value_pages * PAGE_SIZE]
+            if at.value_page_valid is not None:
+                pages = packed.unflatten(-1, (-1, PAGE_SIZE))
+                packed = pages.masked_fill(~at.value_page_valid[:, None, None, :, None], 0.0).flatten(3)
+            output += self._page_values(packed)
+        return output
+
+    def _tail_probabilities(self, probabilities: torch.Tensor) -> torch.Tensor:
+        at = self.at
+        if at.value_tail_valid is None and len(at.value_tail_positions) == 1:
+            return probabilities.index_select(-1, at.value_tail_positions[0])
+        positions = at.value_tail_positions[:, None, None].expand(*probabilities.shape[:3], -1)
+        tail = probabilities.gather(-1, positions)
+        return tail if at.value_tail_valid is None else tail.masked_fill(~at.value_tail_valid[:, None, None], 0.0)
 
     def _page_values(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """[B, Hkv, N, M, 128], zero on invalid pages -> [B, Hkv, M, Dv]."""
-        record, valid = self.layout.value, self.value_page_valid[:, None, :, None]
+        """[B, Hkv, M, N * 128], zero on invalid pages -> [B, Hkv, M, Dv]."""
+        record, valid = self.layout.value, self.at.value_page_valid
+        valid = None if valid is None else valid.repeat_interleave(PAGE_SIZE, dim=1)
         if record.is_raw:
-            values = reference.unseal_values(self.value_records, self.layout).masked_fill(~valid.unsqueeze(-1), 0.0)
-            return (probabilities @ values).sum(dim=2)
+            values = reference.unseal_values(self.value_records, self.layout).flatten(2, 3)
+            return probabilities @ _zero_unless(values, valid)
         parts = reference.split_value_records(self.value_records, record, self.layout.dtype)
-        scale = parts.scale.float() / reference.value_premultipliers(parts.scale.device).float()
-        scale, zero = (part.float().masked_fill(~valid, 0.0) for part in (scale, parts.zero))
-        weighted = (probabilities * scale.unsqueeze(-2)).unflatten(-1, (8, 16)).mT.flatten(-2)
-        output = weighted @ field_codes(reference.restore_value_words(parts.low).mT).mT
+        scale = (parts.scale.float() * _value_powers(parts.scale.device)).flatten(2).unsqueeze(-1)
+        zero = parts.zero.float().flatten(2).unsqueeze(-1)
+        output = probabilities @ _zero_unless(zero, valid)
+        weighted = probabilities * _zero_unless(scale, valid).mT
+        weighted = weighted.unflatten(-1, (-1, 8, 16)).permute(0, 1, 3, 2, 5, 4).flatten(4)
+        products = weighted @ _codes(parts.low, reference.restore_value_words).mT
         if parts.high is not None:
-            output = output + 4 * (weighted @ field_codes(reference.restore_value_words(parts.high).mT).mT)
-        return output.sum(dim=2) + (probabilities @ zero.unsqueeze(-1)).sum(dim=2)
+            products += 4 * (weighted @ _codes(parts.high, reference.restore_value_words).mT)
+        return output + products.sum(dim=2)
 
 
-def field_codes(words: torch.Tensor) -> torch.Tensor:
-    """Words i16 [..., X, 16] -> their eight 2-bit fields as fp32 [..., X, 128], in word order (row j, field f)."""
-    index = (words.to(torch.int32) & 0xFFFF).flatten()
-    return _field_table(words.device).index_select(0, index).view(*words.shape[:-1], PAGE_SIZE)
+def _codes(ordered: torch.Tensor, restore: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A plane's words i16 [..., 16 X] in memory order -> its 2-bit fields fp32 [..., X, 128], in word order (row j, field f).
+
+    A lookup of all eight fields of a word at once is several times faster than shifts and masks, and a gather by a short
+    permutation than a permuted copy.
+    """
+    order = _word_order(ordered.shape[-1], restore, ordered.device)
+    rows = ordered.flatten(0, -2)
+    index = rows.gather(1, order.expand(len(rows), -1)).to(torch.int32).bitwise_and_(0xFFFF)
+    fields = _field_table(ordered.device).index_select(0, index.view(-1)).view(torch.int8)
+    return fields.float().view(*ordered.shape[:-1], -1, PAGE_SIZE)
+
+
+@functools.cache
+def _word_order(
+    num_words: int, restore: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Where the words of [X, 16] lie in memory, i64 [16 X]."""
+    return restore(torch.arange(num_words, device=device)).mT.flatten()
 
 
 @functools.cache
 def _field_table(device: torch.device) -> torch.Tensor:
-    """fp32 [65536, 8]: the fields of every word. A lookup of 32 bytes beats eight shifts, masks and conversions."""
-    return reference.unpack_fields(torch.arange(1 << 16, device=device)).float()
+    """The eight fields of every word, one to a byte, as i64 [65536]."""
+    fields = reference.unpack_fields(torch.arange(1 << 16, device=device))
+    return fields.to(torch.int8).view(torch.int64).flatten()
+
+
+@functools.cache
+def _value_powers(device: torch.device) -> torch.Tensor:
+    """fp32 [128]: what undoes the power of four in a stored value scale."""
+    return 1 / reference.value_premultipliers(device).float()
+
+
+def _zero_unless(values: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """Zero where ``valid`` [B, n] is False in values [B, Hkv, n, D]: 0 * NaN is not 0."""
+    return values if valid is None else values.masked_fill(~valid[:, None, :, None], 0.0)
 
 
 def _gather_slots(raw: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """raw [B, Hkv, slots, D], slots i64 [B, n] -> [B, Hkv, n, D]."""
+    if slots.shape[0] == 1:
+        return raw.index_select(2, slots[0])
     return raw.gather(2, slots[:, None, :, None].expand(-1, raw.shape[1], -1, raw.shape[3]))

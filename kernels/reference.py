@@ -249,8 +249,13 @@ def key_codes(parts: KeyParts) -> torch.Tensor:
     if parts.slots is None:
         return codes + high
     # Unused slots name channel 0 with a high code of 0: added, they change nothing.
-    channels = (parts.slots >> 16).to(torch.int64)
+    channels = slot_channels(parts.slots, codes.shape[-1])
     return codes.scatter_add(-1, channels.unsqueeze(-2).expand(*high.shape), high)
+
+
+def slot_channels(slots: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Channel of each slot, i64, clamped: pages that are not sealed may hold any bytes."""
+    return (slots >> 16).to(torch.int64).clamp(0, head_dim - 1)
 
 
 def unseal_keys(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:

@@ -31,14 +31,26 @@ def update(
     _seal(key, True, column_of, before, after, state, layout, raw, seed, layer)
     _seal(value, False, column_of, before, after, state, layout, raw, seed, layer)
 
-    tokens = before.unsqueeze(1) + torch.arange(num_columns, device=device)
-    for source, target, ring in ((key, state.raw_key, raw.key_ring), (value, state.raw_value, raw.value_ring)):
-        survives = (tokens < raw.sink_length) | (tokens >= after.unsqueeze(1) - ring)
-        rows, index = torch.nonzero(survives & (tokens < after.unsqueeze(1)), as_tuple=True)
-        slots = raw.slots(tokens[rows, index], ring)
-        target[rows, :, slots] = source[rows, :, column_of[rows, index]].to(target.dtype)
+    _append(key, column_of, before, after, state.raw_key, raw, raw.key_ring)
+    _append(value, column_of, before, after, state.raw_value, raw, raw.value_ring)
     state.lengths.copy_(after)
     torch.maximum(state.high_water, state.lengths, out=state.high_water)
+
+
+def _append(
+    source: torch.Tensor,
+    column_of: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    held: torch.Tensor,
+    raw: RawLayout,
+    ring: int,
+) -> None:
+    tokens = before.unsqueeze(1) + torch.arange(source.shape[2], device=source.device)
+    survives = (tokens < raw.sink_length) | (tokens >= after.unsqueeze(1) - ring)
+    rows, index = torch.nonzero(survives & (tokens < after.unsqueeze(1)), as_tuple=True)
+    slots = raw.slots(tokens[rows, index], ring)
+    held[rows, :, slots] = source[rows, :, column_of[rows, index]].to(held.dtype)
 
 
 def _seal(

@@ -30,6 +30,7 @@ HARMLESS_ARGUMENTS = frozenset(
     {
         "cache_position",
         "deterministic",
+        "ignore_index",
         "logits_to_keep",
         "num_items_in_batch",
         "output_hidden_states",
@@ -37,6 +38,7 @@ HARMLESS_ARGUMENTS = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
+        "shift_labels",
         "token_type_ids",
         "use_cache",
     }
@@ -58,11 +60,14 @@ class ActiveCall:
     config: PreTrainedConfig
     decoder: torch.nn.Module
     previous: "ActiveCall | None"
+    num_served: int = 0
     staged: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def stage(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if self.staged is not None:
-            raise RuntimeError(f"the attention of layer {self.staged[0]} must run before layer {layer}, got no call of it")
+            raise RuntimeError(
+                f"the attention of layer {self.staged[0]} must run before layer {layer}, got no call of it"
+            )
         self.staged = (layer, key, value)
 
     def is_staged(self, key: torch.Tensor) -> bool:
@@ -119,10 +124,10 @@ def classify_mask(function: Callable[..., Any]) -> int | None:
     if _is_local(function, "and_masks", "and_mask") and isinstance(parts, tuple) and len(parts) == 2:
         overlay, causal = parts
         window = _closure(overlay).get("sliding_window")
-        if causal is causal_mask_function and _is_local(overlay, "sliding_window_overlay", "inner_mask"):
-            # The edge is checked on plain integers: a query sees columns > its own - window.
-            if isinstance(window, int) and not overlay(0, 0, window, 0) and overlay(0, 0, window, 1):
-                return window
+        is_sliding = causal is causal_mask_function and _is_local(overlay, "sliding_window_overlay", "inner_mask")
+        # The edge is checked on plain integers: a query sees columns > its own - window.
+        if is_sliding and isinstance(window, int) and not overlay(0, 0, window, 0) and overlay(0, 0, window, 1):
+            return window
     raise ValueError(f"the mask must be causal or sliding for a KittyCache, got {_describe(function)}")
 
 
@@ -145,7 +150,8 @@ def kitty_attention(
     layer = _take_staged(call, module, key, value)
     _check_mask(call, layer, attention_mask)
     scale, softcap, sinks = _attention_arguments(module, query, kwargs)
-    refuse_gradients(query, key, value)
+    refuse_gradients(query, key, value, *(() if sinks is None else (sinks,)))
+    call.num_served += 1
     output = call.cache.attend(query, key, value, layer, scale=scale, softcap=softcap, sinks=sinks)
     return output.transpose(1, 2).contiguous(), None
 
@@ -212,7 +218,9 @@ def _original_attention(original: str, module: torch.nn.Module) -> Callable[...,
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:
     if not isinstance(function, types.FunctionType) or function.__closure__ is None:
         return {}
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)}
+    return {
+        name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True)
+    }
 
 
 def _is_local(function: Callable[..., Any], outer: str, inner: str) -> bool:

@@ -44,11 +44,15 @@ class PagedCache:
             for index, plan in enumerate(plans)
         ]
         self._map = ColumnMap()
+        # Counts the times that tensors moved: a captured step is good for one epoch.
+        self.epoch = 0
         self._call: Call | None = None
         self._served: set[int] = set()
         self._padding: torch.Tensor | None = None
-        # Host's upper bound of high_water - length over the rows.
-        self._rollback_debt = 0
+        # Host's upper bound of high_water - length over the rows, and its value before the running call.
+        self._rollback_debt = self._debt_before = 0
+        # Most columns that were held since the last reset: sliding rings have lost what lies too far before it.
+        self._high_columns = 0
 
     @property
     def _paged(self) -> list[PagedLayer]:
@@ -60,7 +64,7 @@ class PagedCache:
 
     # ---- one forward
 
-    def begin_call(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> None:
+    def begin_call(self, num_columns: int, attention_mask: torch.Tensor | None = None) -> Call:
         """Announce a forward of ``num_columns`` new columns.
 
         Args:
@@ -82,6 +86,11 @@ class PagedCache:
         self._reserve(start + num_columns)
         self._map.write(call)
         self._call, self._served = call, set()
+        self._high_columns = max(self._high_columns, start + num_columns)
+        self._debt_before = self._rollback_debt
+        if real is None:
+            self._rollback_debt = max(self._rollback_debt - num_columns, 0)
+        return call
 
     def set_padding(self, attention_mask: torch.Tensor | None) -> None:
         """Say which columns of the next forward hold tokens, for the materialising form, which never sees the mask."""
@@ -131,14 +140,37 @@ class PagedCache:
             RuntimeError: a layer was not served; the cache is then torn, see :meth:`crop`.
         """
         call, served = self._call, self._served
-        self._call, self._served = None, set()
+        self._close_call()
         if call is not None and served and len(served) < len(self.layers):
             missing = [layer.index for layer in self.layers if layer.index not in served]
             raise RuntimeError(f"every layer must be served in a forward, but layers {missing} were not")
 
     def abort_call(self) -> None:
-        """Forget the forward after an exception. Layers that were served keep its tokens until ``crop(0)``."""
+        """Forget the forward after an exception. Layers that were served keep its tokens until ``crop``."""
+        if self._call is not None:
+            self._rollback_debt = self._debt_before
+        self._close_call()
+
+    def _close_call(self) -> None:
         self._call, self._served = None, set()
+
+    # A captured step runs the layers' device part alone; the host's part is done here.
+
+    def use_call(self, call: Call) -> None:
+        """Take ``call`` for the one that ``begin_call`` returned: the same columns in tensors that will be overwritten."""
+        self._call, self._served = call, set()
+
+    def advance_host(self, call: Call) -> None:
+        """Every layer's operator has run on the device: do what the host does after it."""
+        for layer in self.layers:
+            layer.columns = call.start + call.num_columns
+        self._close_call()
+
+    def rewind_host(self, call: Call) -> None:
+        """The layers' operators were captured and have not run: the host is again where ``call`` began."""
+        for layer in self.layers:
+            layer.columns = call.start
+        self.use_call(call)
 
     def _serve(self, key: torch.Tensor, value: torch.Tensor, index: int) -> Call:
         if not 0 <= index < len(self.layers):
@@ -158,6 +190,7 @@ class PagedCache:
             self._table.allocate(batch, pages + spare, key.device)
         if not layer.is_initialized:
             layer.initialize(key, value)
+            self.epoch += 1
         self._served.add(index)
         return call
 
@@ -181,6 +214,7 @@ class PagedCache:
             return
         self._table.grow(max(need, have * 5 // 4, have + _MIN_GROWTH))
         self._grow_layers()
+        self.epoch += 1
 
     def _grow_layers(self) -> None:
         for layer in self._paged:
@@ -205,8 +239,9 @@ class PagedCache:
         most = max(layer.columns for layer in self.layers)
         if most == columns:
             return
+        self.abort_call()
         debt = self._rollback_debt + most - columns
-        self._check_sliding(columns, debt)
+        self._check_sliding(columns)
         for layer in self.layers:
             if isinstance(layer, SlidingLayer):
                 layer.set_columns(columns)
@@ -216,17 +251,16 @@ class PagedCache:
                     layer.refill(lengths)
                 layer.set_lengths(lengths, columns)
         self._rollback_debt = min(debt, self.config.rollback_window)
+        self._high_columns = self._high_columns if columns else 0
         self._deal()
-        self.abort_call()
 
-    def _check_sliding(self, columns: int, debt: int) -> None:
-        if debt <= self.config.rollback_window:
-            return
+    def _check_sliding(self, columns: int) -> None:
+        back, most = self._high_columns - columns, self.config.rollback_window
         for layer in self.layers:
-            if isinstance(layer, SlidingLayer) and columns > 0 and columns + debt > layer.ring:
+            if isinstance(layer, SlidingLayer) and columns > 0 and back > most and self._high_columns > layer.ring:
                 raise ValueError(
-                    f"columns must go back by at most rollback_window={self.config.rollback_window} on a model with sliding "
-                    f"layers, which keep no more, got {debt} columns; a larger rollback_window makes room"
+                    f"columns must go back by at most rollback_window={most} from the {self._high_columns} that were held on "
+                    f"a model with sliding layers, which keep no more, got {columns}"
                 )
 
     def _tokens_in(self, columns: int, like: torch.Tensor) -> torch.Tensor:
@@ -241,6 +275,7 @@ class PagedCache:
             raise ValueError(f"index must be a 1-D integer tensor with at least one row, got {index.dtype} {list(index.shape)}")
         if not any(layer.is_initialized for layer in self.layers):
             return
+        self.epoch += index.numel() != self.batch_size
         for layer in self.layers:
             if layer.is_initialized:
                 layer.select(index.to(self.device))
@@ -280,8 +315,9 @@ class PagedCache:
         """Empty every row; the memory stays for the next forward."""
         for layer in self.layers:
             layer.reset()
-        self._map, self._padding, self._rollback_debt = ColumnMap(), None, 0
-        self.abort_call()
+        self._close_call()
+        self._map, self._padding = ColumnMap(), None
+        self._rollback_debt = self._high_columns = 0
         self._deal()
 
     def _release(self) -> None:

@@ -6,17 +6,19 @@ A forward on a stock cache, without a cache or in training takes the model's own
 import dataclasses
 import logging
 import weakref
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers import PreTrainedModel
 
 from kitty_compile.attention import ActiveCall, active_call, set_active_call
-from kitty_compile.cache import LayerPlan
 from kitty_compile.config import KittyConfig
 from kitty_compile.huggingface import KittyCache
+from kitty_compile.layers import LayerPlan
 
 logger = logging.getLogger(__name__)
+
+ATTACHMENT = "_kitty_attachment"
 
 
 @dataclasses.dataclass
@@ -31,7 +33,16 @@ class Attachment:
     parameters: tuple[str, ...]
     handles: list[torch.utils.hooks.RemovableHandle] = dataclasses.field(default_factory=list)
     latest_cache: weakref.ref[KittyCache] | None = None
-    warned: bool = False
+    warnings: set[str] = dataclasses.field(default_factory=set)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model has no cache yet, and a weak reference cannot be pickled.
+        return {**self.__dict__, "latest_cache": None}
+
+    def warn_once(self, message: str, *arguments: object) -> None:
+        if message not in self.warnings:
+            self.warnings.add(message)
+            logger.warning(message, *arguments)
 
 
 def before_forward(
@@ -55,7 +66,7 @@ def before_forward(
         cache = KittyCache(decoder.config, attachment.config)
         arguments.pop("past_key_values", None)
         arguments[attachment.cache_argument] = cache
-    if not _is_kitty(attachment, cache):
+    if not _is_kitty(cache, attachment):
         return None
     _open_call(attachment, decoder, cache, arguments, inputs)
     return ((), arguments) if made else None
@@ -69,9 +80,10 @@ def after_forward(attachment: Attachment, decoder: torch.nn.Module, args: Any, o
     set_active_call(call.previous)
     if output is None:
         call.cache.abort_call()
-    elif call.staged is not None:
+    elif call.staged is not None or not call.num_served:
         call.cache.abort_call()
-        raise RuntimeError(f"the attention of layer {call.staged[0]} must run on the KittyCache, got none")
+        where = "any layer" if call.staged is None else f"layer {call.staged[0]}"
+        raise RuntimeError(f"attention must run on the KittyCache, but that of {where} did not")
     else:
         call.cache.end_call()
 
@@ -101,6 +113,8 @@ def _open_call(
             shape = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise ValueError(f"attention_mask must be 2-D [batch, columns] with a KittyCache, got {shape}")
         mask = mask.to(inputs.device)
+    if cache.is_bounded_by_generate and cache.get_seq_length() + inputs.shape[1] > (cache.max_length or 0):
+        cache.max_length = None
     cache.begin_call(inputs.shape[1], mask)
     attachment.latest_cache = weakref.ref(cache)
     set_active_call(ActiveCall(cache, decoder.config, decoder, active_call()))
@@ -121,12 +135,10 @@ def _wants_cache(decoder: PreTrainedModel, arguments: dict[str, Any]) -> bool:
     return bool(getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache)
 
 
-def _is_kitty(attachment: Attachment, cache: object) -> bool:
+def _is_kitty(cache: object, attachment: Attachment) -> TypeGuard[KittyCache]:
     if isinstance(cache, KittyCache):
         return True
-    if not attachment.warned:
-        attachment.warned = True
-        logger.warning(
-            "a %s was passed to a model with a KittyCache applied: it is used as it is, unquantized", type(cache).__name__
-        )
+    attachment.warn_once(
+        "a %s was passed to a model with a KittyCache applied: it is used as it is, unquantized", type(cache).__name__
+    )
     return False

@@ -28,7 +28,7 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
         model_config: the model's configuration.
         config: a ``KittyConfig``, a preset's name, or None for "kitty".
         max_length: columns the cache can ever hold, allocated at once; None to grow as needed.
-        padding: attention mask [batch, columns] of the columns to come; columns past its end hold tokens.
+        padding: attention mask [batch, columns] of the first forward, see ``set_padding``.
     """
 
     is_compileable = False
@@ -47,7 +47,7 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
     ) -> None:
         plans = layer_plans(text_config(model_config))
         PagedCache.__init__(self, plans, resolve_config(config), max_length=max_length)
-        self._materialised: set[int] | None = None  # layers served in the open call of the materialising form
+        self.is_bounded_by_generate = False
         if padding is not None:
             self.set_padding(padding)
 
@@ -66,33 +66,17 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
         if call is not None and call.cache is self:
             call.stage(layer_idx, key_states, value_states)
             return key_states, value_states
-        return self._materialise(key_states, value_states, layer_idx)
+        return self.store(key_states, value_states, layer_idx)
 
-    def _materialise(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._materialised is not None and layer in self._materialised:
-            # The forward before this one ended in an exception: this is the first layer of the next.
-            self._materialised = None
-            self.abort_call()
-        if self._materialised is None:
-            self.begin_call(key.shape[2], None)
-            self._materialised = set()
-        stored = self.store(key, value, layer)
-        self._materialised.add(layer)
-        if len(self._materialised) == len(self.layers):
-            self._materialised = None
-            self.end_call()
-        return stored
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest ``-tokens_to_remove`` columns; 0 drops none."""
-        length = self.get_seq_length()
-        columns = length + tokens_to_remove
-        if tokens_to_remove > 0:
-            if not CROP_TAKES_LENGTH:
-                raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
-            columns = tokens_to_remove
-        if columns < length:
-            super().crop(max(columns, 0))
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Drop the newest ``-tokens_to_remove`` columns; 0 drops only what a forward that failed half way has left."""
+        # Assisted decoding of 5.17 counts in tensors.
+        tokens_to_remove = int(tokens_to_remove)
+        if tokens_to_remove > 0 and not CROP_TAKES_LENGTH:
+            raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
+        length = min(layer.columns for layer in self.layers)
+        columns = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        super().crop(min(max(columns, 0), length))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.get_seq_length():
@@ -152,7 +136,11 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
         for name, entries in (("num_heads", heads), ("head_dim", dims)):
             if len(entries) != len(self):
                 raise ValueError(f"{name} must have one entry per layer ({len(self)}), got {len(entries)}")
-        raise NotImplementedError
+        self.begin_call(0)
+        for layer in range(len(self)):
+            empty = torch.zeros(batch_size, heads[layer], 0, dims[layer], dtype=dtype, device=device)
+            self._serve(empty, empty, layer)
+        self.end_call()
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(f"a KittyCache must hold keys and values of attention layers on one device, got {what}")
@@ -172,7 +160,9 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> NoReturn:
         self._refuse("a recurrent state")
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> NoReturn:
         self._refuse("a recurrent state")
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> NoReturn:

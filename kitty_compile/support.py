@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.utils import GenerationMixin
 
-from kitty_compile.cache import LayerPlan
 from kitty_compile.kernels.layout import HEAD_DIM_ALIGNMENT
+from kitty_compile.layers import LayerPlan
 
 LAYER_KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 UNSERVED_LAYER_TYPES = {
@@ -66,10 +66,12 @@ def config_refusal(config: PreTrainedConfig) -> str | None:
 def layer_support(config: PreTrainedConfig) -> list[LayerSupport]:
     """One entry per layer of the text configuration, in order."""
     refusal = config_refusal(config)
+    if refusal is not None:
+        return [LayerSupport(index, None, refusal, *_head_shapes(config)) for index in range(_num_layers(config))]
     types, windows = _layer_types_and_windows(config)
     layer_configs = _layer_configs(config, len(types))
     return [
-        _support_of(index, kind, window, layer_config, refusal)
+        _support_of(index, kind, window, layer_config)
         for index, (kind, window, layer_config) in enumerate(zip(types, windows, layer_configs, strict=True))
     ]
 
@@ -87,7 +89,7 @@ def layer_plans(config: PreTrainedConfig) -> list[LayerPlan]:
 
 
 def model_refusal(model: PreTrainedModel) -> str | None:
-    """Why ``apply`` cannot serve this model although its layers might be fine, or None."""
+    """Why ``apply`` cannot serve this model, or None."""
     config = model.config
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         return f"{type(model).__name__} has no language model head to generate with"
@@ -96,6 +98,11 @@ def model_refusal(model: PreTrainedModel) -> str | None:
         return refusal
     if text_config(config) is not config:
         return f"{type(model).__name__} is more than a text model, only text-only models are supported"
+    for layer in layer_support(config):
+        if layer.reason is not None:
+            return f"layer {layer.index}: {layer.reason}"
+    if getattr(model, "_is_stateful", False):
+        return "a recurrent state is not supported"
     if not _uses_attention_interface(model):
         return f"the attention of {type(model).__name__} does not use transformers' attention interface"
     if getattr(config, "output_attentions", False):
@@ -112,15 +119,15 @@ def cache_argument(module: torch.nn.Module) -> str:
     raise ValueError(f"{type(module).__name__}.forward must take a cache, got {sorted(parameters)}")
 
 
-def _support_of(
-    index: int, kind: str, window: int | None, config: PreTrainedConfig, refusal: str | None
-) -> LayerSupport:
+def _support_of(index: int, kind: str, window: int | None, config: PreTrainedConfig) -> LayerSupport:
     key_dim, value_dim, num_kv_heads = _head_shapes(config)
-    reason = refusal or UNSERVED_LAYER_TYPES.get(kind)
+    reason = UNSERVED_LAYER_TYPES.get(kind)
     if reason is None and kind not in LAYER_KINDS:
         reason = f"layers of type {kind!r} are not supported"
     if reason is None and kind == "sliding_attention" and not window:
         reason = "a sliding layer must have a window"
+    if reason is None and not num_kv_heads:
+        reason = "the configuration names no attention heads"
     if reason is None:
         reason = _head_dim_refusal(key_dim, value_dim)
     plan = None if reason is not None else LayerPlan(kind=LAYER_KINDS[kind], window=window)  # type: ignore[arg-type]
@@ -143,6 +150,10 @@ def _layer_types_and_windows(config: PreTrainedConfig) -> tuple[list[str], list[
         for kind, entry in zip(types, per_layer, strict=True)
     ]
     return list(types), windows
+
+
+def _num_layers(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "num_hidden_layers", 0) or 0)
 
 
 def _layer_configs(config: PreTrainedConfig, num_layers: int) -> list[PreTrainedConfig]:

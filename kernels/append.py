@@ -1,0 +1,80 @@
+"""Take a call's new tokens into the raw slots and advance the lengths."""
+
+import triton
+import triton.language as tl
+
+from kitty_compile.kernels.primitives import new_column, new_count, raw_slot, row_columns
+
+
+@triton.jit
+def _copy_tokens(
+    source_ptr, source_stride, raw_ptr, column, token, kept, SINK, RING, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
+):
+    channels = tl.arange(0, DIM)
+    mask = kept[:, None] & (channels < HEAD_DIM)[None, :]
+    values = tl.load(source_ptr + column.to(tl.int64)[:, None] * source_stride + channels[None, :], mask=mask, other=0.0)
+    slot = raw_slot(token, SINK, RING)
+    tl.store(raw_ptr + slot.to(tl.int64)[:, None] * HEAD_DIM + channels[None, :], values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def append_kernel(
+    key_ptr,
+    value_ptr,
+    raw_key_ptr,
+    raw_value_ptr,
+    lengths_ptr,
+    counts_ptr,
+    columns_ptr,
+    key_stride_row,
+    key_stride_head,
+    key_stride_column,
+    value_stride_row,
+    value_stride_head,
+    value_stride_column,
+    num_columns,
+    NUM_HEADS: tl.constexpr,
+    SINK: tl.constexpr,
+    KEY_RING: tl.constexpr,
+    VALUE_RING: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Grid (blocks of TOKENS new tokens, KV heads, rows). Only tokens that the call itself does not overwrite are written."""
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths_ptr + row)
+    count = new_count(counts_ptr, row, num_columns)
+    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_new = index < count
+    token = length + index
+    oldest_key = length + count - KEY_RING
+    oldest_value = length + count - VALUE_RING
+    column = new_column(row_columns(columns_ptr, row, num_columns), index, is_new)
+
+    source_ptr = key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head
+    raw_ptr = raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM)
+    kept = is_new & ((token < SINK) | (token >= oldest_key))
+    _copy_tokens(source_ptr, key_stride_column, raw_ptr, column, token, kept, SINK, KEY_RING, KEY_DIM, KEY_BLOCK)
+
+    source_ptr = value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head
+    raw_ptr = raw_value_ptr + (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
+    kept = is_new & ((token < SINK) | (token >= oldest_value))
+    _copy_tokens(source_ptr, value_stride_column, raw_ptr, column, token, kept, SINK, VALUE_RING, VALUE_DIM, VALUE_BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_columns", "num_rows"])
+def advance_kernel(lengths_ptr, high_water_ptr, counts_ptr, num_columns, num_rows, ROWS: tl.constexpr):
+    """Lengths of all rows, in a launch of its own: the programs of the other kernels read them."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_rows
+    count = num_columns
+    if counts_ptr is not None:
+        count = tl.load(counts_ptr + row, mask=mask, other=0)
+    length = tl.load(lengths_ptr + row, mask=mask, other=0) + count
+    tl.store(lengths_ptr + row, length, mask=mask)
+    high_water = tl.load(high_water_ptr + row, mask=mask, other=0)
+    tl.store(high_water_ptr + row, tl.maximum(high_water, length), mask=mask)

@@ -1,0 +1,424 @@
+"""Attention over packed pages: split-KV flash attention that never forms K or V.
+
+    q . k = sum_d (q_d s_d) c_d + sum_d q_d z_d          the scale goes into q once a page, the zero is a constant of the page
+    sum_t p_t v_t = sum_t (p_t s_t) c_t + sum_t p_t z_t
+
+KV is the M side of every product and the query columns (new tokens x GQA group of one KV head) are the N side, so that the
+codes, which lie in memory as an A operand, go to the tensor cores as they are. The boosted channels' high bits are a second
+small product. What must fit fp16 is brought near 1 by powers of two: a query column by its largest |q| (once), scales and
+zeros by the page's largest; they are factored back in fp32.
+
+The order of statements in the loops was measured, as was one warp a program (see DESIGN, section 4).
+"""
+
+import triton
+import triton.language as tl
+
+from kitty_compile.kernels.primitives import (
+    CODE_EXPONENT,
+    FIELD_WEIGHTS,
+    FIELDS,
+    PAGE_SIZE,
+    WORD_ROWS,
+    bfloat16_to_float32,
+    call_columns,
+    dot,
+    high_operand,
+    key_operand,
+    narrow,
+    partial_rows,
+    power_of_two,
+    raw_slot,
+    relative_bfloat16,
+    sealed_pages,
+    split_fields,
+    split_tokens,
+    value_operand,
+    widen,
+)
+
+# Exponents of the largest query element, key scale, key zero and value scale after normalisation, and of the largest
+# probability. Products of two stay under fp16's 2**16, four times that of a boosted channel included.
+QUERY_TOP = tl.constexpr(5)
+SCALE_TOP = tl.constexpr(6)
+ZERO_TOP = tl.constexpr(13)
+VALUE_SCALE_TOP = tl.constexpr(6)
+PROBABILITY_TOP = tl.constexpr(5)
+# The stored value scale carries 4**(2 - e), the code 4**e * 2**-24.
+VALUE_UNIT = tl.constexpr(2.0 ** (24 - 4))
+# A good order of the fields for the instruction scheduler.
+FIELD_ORDER = tl.constexpr((5, 3, 2, 4, 7, 6, 1, 0))
+
+
+@triton.jit
+def _dot_fields(words, operand, sums):
+    """The products of the eight fields of ``words`` [16, D] with ``operand`` [D, N], added to ``sums`` where given."""
+    fields = split_fields(words)
+    products = ()
+    for field in tl.static_range(FIELDS):
+        if sums is None:
+            products = products + (tl.dot(fields[field], operand),)
+        else:
+            products = products + (tl.dot(fields[field], operand, sums[field]),)
+    return products
+
+
+@triton.jit
+def _max_of_fields(scores):
+    front = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
+    back = tl.maximum(tl.maximum(scores[4], scores[5]), tl.maximum(scores[6], scores[7]))
+    return tl.max(tl.maximum(front, back), axis=0)
+
+
+@triton.jit
+def _sum_of_fields(parts):
+    return ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]))
+
+
+@triton.jit
+def normalized_query(query):
+    """[D, N] in the model's dtype -> fp16 [D, N] with columns under 2**(QUERY_TOP + 1), and their exponents i32 [N]."""
+    wide = widen(query)
+    largest = tl.max(tl.abs(wide), axis=0)
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - (127 + QUERY_TOP), -126)
+    return (wide * power_of_two(-exponent)[None, :]).to(tl.float16), exponent
+
+
+@triton.jit
+def _packed_scores(
+    record_ptr, query_ptr, query_offsets, column_mask, query, query_scale, query_unit,
+    IS_BFLOAT16: tl.constexpr, KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr, HAS_INDEX: tl.constexpr,
+    KEY_HIGH: tl.constexpr, KEY_SCALE: tl.constexpr, KEY_ZERO: tl.constexpr, KEY_BOOST: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Scores of a packed key page as eight fp32 [16, N]. ``query`` is normalised; times ``query_scale`` [N] its products with
+    keys are scores; ``query_unit`` is the power of two that normalises a column."""
+    channels = tl.arange(0, DIM)
+    in_head = channels < KEY_DIM
+    words = tl.arange(0, WORD_ROWS * DIM)
+    plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
+    if NUM_SLOTS > 0:
+        half = tl.arange(0, SLOTS // 8)[:, None, None]
+        high_offsets = half * 128 + tl.arange(0, 32)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+        if SLOTS > NUM_SLOTS:
+            high_words = tl.load(plane_ptr + KEY_HIGH // 2 + high_offsets, mask=half < NUM_SLOTS // 8, other=0)
+        else:
+            high_words = tl.load(plane_ptr + KEY_HIGH // 2 + high_offsets)
+    if DIM > KEY_DIM:
+        low_words = tl.load(plane_ptr + words, mask=words < WORD_ROWS * KEY_DIM, other=0)
+        zero_bits = tl.load(plane_ptr + KEY_ZERO // 2 + channels, mask=in_head, other=0)
+        scale_bits = tl.load(plane_ptr + KEY_SCALE // 2 + channels, mask=in_head, other=0)
+    else:
+        low_words = tl.load(plane_ptr + words)
+        zero_bits = tl.load(plane_ptr + KEY_ZERO // 2 + channels)
+        scale_bits = tl.load(plane_ptr + KEY_SCALE // 2 + channels)
+    if HAS_INDEX:
+        slots = tl.arange(0, SLOTS)
+        boost = tl.load(record_ptr.to(tl.pointer_type(tl.int32)) + KEY_BOOST // 4 + slots, mask=slots < NUM_SLOTS, other=0)
+
+    scale, scale_exponent = relative_bfloat16(scale_bits, SCALE_TOP)
+    scaled_query = query * scale[:, None]
+    scores = _dot_fields(key_operand(low_words, DIM), scaled_query, None)
+    if HAS_INDEX:
+        pointers = query_ptr + query_offsets[None, :] + (boost >> 16)[:, None]
+        picked = widen(tl.load(pointers, mask=column_mask[None, :], other=0.0)) * query_unit[None, :]
+        boost_scale = bfloat16_to_float32(boost) * power_of_two(-scale_exponent)
+        scores = _dot_fields(high_operand(high_words, SLOTS), (picked * boost_scale[:, None]).to(tl.float16), scores)
+    elif NUM_SLOTS > 0:
+        scores = _dot_fields(high_operand(high_words, SLOTS), scaled_query * 4.0, scores)
+
+    if IS_BFLOAT16:
+        zero, zero_exponent = relative_bfloat16(zero_bits, ZERO_TOP)
+        zero_unit = query_scale * power_of_two(zero_exponent)
+    else:
+        zero = zero_bits.to(tl.float16, bitcast=True)
+        zero_unit = query_scale
+    constant = tl.dot(tl.broadcast_to(zero[None, :], [WORD_ROWS, DIM]), query) * zero_unit[None, :]
+    unit = query_scale * (2.0**CODE_EXPONENT) * power_of_two(scale_exponent)
+    finished = ()
+    for field in tl.static_range(FIELDS):
+        finished = finished + (scores[field] * (unit * FIELD_WEIGHTS[field])[None, :] + constant,)
+    return finished
+
+
+@triton.jit
+def _raw_scores(record_ptr, query, score_scale, KEY_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Scores of a raw key page as eight fp32 [16, N]."""
+    channels = tl.arange(0, DIM)
+    page_ptr = record_ptr.to(tl.pointer_type(query.dtype))
+    offsets = tl.arange(0, WORD_ROWS)[:, None] * KEY_DIM + channels[None, :]
+    scores = ()
+    for field in tl.static_range(FIELDS):
+        keys = tl.load(page_ptr + field * WORD_ROWS * KEY_DIM + offsets, mask=(channels < KEY_DIM)[None, :], other=0.0)
+        scores = scores + (dot(keys, query, tl.zeros([WORD_ROWS, query.shape[1]], tl.float32)) * score_scale,)
+    return scores
+
+
+@triton.jit
+def _packed_values(
+    record_ptr, weights, alpha, zero_sum,
+    IS_BFLOAT16: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BITS: tl.constexpr,
+    VALUE_HIGH: tl.constexpr, VALUE_SCALE: tl.constexpr, VALUE_ZERO: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Probabilities (eight fp32 [16, N]) times a packed value page -> the codes' part [D, N] in units of VALUE_UNIT, and
+    the running sum of p z [16, N]."""
+    tokens = tl.arange(0, PAGE_SIZE)
+    words = tl.arange(0, WORD_ROWS * DIM)
+    plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
+    scale_bits = tl.load(plane_ptr + VALUE_SCALE // 2 + tokens)
+    if DIM > VALUE_DIM:
+        low_words = tl.load(plane_ptr + words, mask=words < WORD_ROWS * VALUE_DIM, other=0)
+    else:
+        low_words = tl.load(plane_ptr + words)
+    if VALUE_BITS == 4:
+        high_words = tl.load(plane_ptr + VALUE_HIGH // 2 + words, mask=words < WORD_ROWS * VALUE_DIM, other=0)
+    zero_bits = tl.load(plane_ptr + VALUE_ZERO // 2 + tokens)
+
+    scale, scale_exponent = relative_bfloat16(scale_bits, VALUE_SCALE_TOP)
+    zeros = split_tokens(zero_bits)
+    scales = split_tokens(scale)
+    zero_sum = zero_sum * alpha
+    scaled = ()
+    for index in tl.static_range(FIELDS):
+        if IS_BFLOAT16:
+            zero = bfloat16_to_float32(zeros[FIELD_ORDER[index]])
+        else:
+            zero = zeros[FIELD_ORDER[index]].to(tl.float16, bitcast=True).to(tl.float32)
+        zero_sum = zero_sum + weights[FIELD_ORDER[index]] * zero[:, None]
+        scaled = scaled + (weights[FIELD_ORDER[index]].to(tl.float16) * scales[FIELD_ORDER[index]][:, None],)
+
+    low_fields = split_fields(value_operand(low_words, DIM))
+    output = tl.dot(low_fields[FIELD_ORDER[0]], scaled[0])
+    for index in tl.static_range(1, FIELDS):
+        output = tl.dot(low_fields[FIELD_ORDER[index]], scaled[index], output)
+    if VALUE_BITS == 4:
+        high_fields = split_fields(value_operand(high_words, DIM))
+        for index in tl.static_range(FIELDS):
+            output = tl.dot(high_fields[FIELD_ORDER[index]], scaled[index] * 4.0, output)
+    return output * power_of_two(scale_exponent), zero_sum
+
+
+@triton.jit
+def _raw_values(rows_ptr, row_offsets, weights, DTYPE: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Probabilities times 128 raw values, whose offsets from ``rows_ptr`` come as eight [16] parts -> [D, N]."""
+    channels = tl.arange(0, DIM)
+    mask = (channels < VALUE_DIM)[None, :]
+    output = tl.zeros([DIM, weights[0].shape[1]], tl.float32)
+    for field in tl.static_range(FIELDS):
+        values = tl.load(rows_ptr + row_offsets[field][:, None] + channels[None, :], mask=mask, other=0.0)
+        output = dot(tl.trans(values), narrow(weights[field], DTYPE), output)
+    return output
+
+
+@triton.jit
+def _ring_offsets(first_token, SINK: tl.constexpr, RING: tl.constexpr, VALUE_DIM: tl.constexpr):
+    offsets = ()
+    for field in tl.static_range(FIELDS):
+        token = first_token + field * WORD_ROWS + tl.arange(0, WORD_ROWS)
+        offsets = offsets + (raw_slot(token, SINK, RING) * VALUE_DIM,)
+    return offsets
+
+
+@triton.jit
+def attend_page_range(
+    query_ptr,  # the row's
+    query_offsets,  # [N]
+    column_mask,  # [N]
+    key_pages_ptr,
+    value_pages_ptr,
+    raw_value_ptr,  # the row's and head's
+    table_ptr,  # the row's
+    head,
+    first_page,
+    last_page,
+    score_scale,
+    score_cap,
+    HAS_SOFTCAP: tl.constexpr,
+    RAW_VALUES: tl.constexpr,
+    SINK: tl.constexpr,
+    VALUE_RING: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    KEY_HIGH: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    KEY_ZERO: tl.constexpr,
+    KEY_BOOST: tl.constexpr,
+    KEY_BYTES: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_HIGH: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention over pages [first_page, last_page) -> output [Dv, N] (already divided by the sum) and log2-sum-exp2 [N].
+
+    Scores are ``q . k * score_scale`` in units of log2, or with HAS_SOFTCAP ``score_cap * tanh(q . k * score_scale)``. With
+    RAW_VALUES the values of the pages are read from the ring: their K is packed, their V not yet.
+    """
+    DTYPE: tl.constexpr = query_ptr.dtype.element_ty
+    IS_BFLOAT16: tl.constexpr = DTYPE == tl.bfloat16
+    RAW_PAGES: tl.constexpr = RAW_VALUES or VALUE_BITS == 16
+    channels = tl.arange(0, KEY_BLOCK)
+    query_mask = column_mask[None, :] & (channels < KEY_DIM)[:, None]
+    query = tl.load(query_ptr + query_offsets[None, :] + channels[:, None], mask=query_mask, other=0.0)
+    normalized, exponent = normalized_query(query)
+    query_unit = power_of_two(-exponent)
+    query_scale = power_of_two(exponent) * score_scale
+
+    running_max = tl.full([COLUMNS], -float("inf"), tl.float32)
+    weight_sum = tl.zeros([WORD_ROWS, COLUMNS], tl.float32)
+    zero_sum = tl.zeros([WORD_ROWS, COLUMNS], tl.float32)
+    accumulator = tl.zeros([VALUE_BLOCK, COLUMNS], tl.float32)
+    next_page = tl.load(table_ptr + first_page, mask=first_page < last_page, other=0)
+    for index in tl.range(first_page, last_page, num_stages=STAGES):
+        page = next_page.to(tl.int64)
+        next_page = tl.load(table_ptr + tl.minimum(index + 1, last_page - 1))
+        key_record_ptr = key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES
+        value_record_ptr = value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES
+        if KEY_BITS == 16:
+            scores = _raw_scores(key_record_ptr, query, score_scale, KEY_DIM, KEY_BLOCK)
+        else:
+            scores = _packed_scores(
+                key_record_ptr, query_ptr, query_offsets, column_mask, normalized, query_scale, query_unit,
+                IS_BFLOAT16, KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK, SLOT_BLOCK,
+            )  # fmt: skip
+        if HAS_SOFTCAP:
+            scores = soften(scores, score_cap)
+        new_max = tl.maximum(running_max, _max_of_fields(scores))
+        base = (new_max - PROBABILITY_TOP)[None, :]
+        weights = ()
+        for field in tl.static_range(FIELDS):
+            weights = weights + (tl.exp2(scores[field] - base),)
+        alpha = tl.exp2(running_max - new_max)[None, :]
+        running_max = new_max
+        weight_sum = weight_sum * alpha + _sum_of_fields(weights)
+        if RAW_PAGES:
+            if RAW_VALUES:
+                row_offsets = _ring_offsets(SINK + index * PAGE_SIZE, SINK, VALUE_RING, VALUE_DIM)
+                rows_ptr = raw_value_ptr
+            else:
+                row_offsets = _ring_offsets(0, 0, PAGE_SIZE, VALUE_DIM)
+                rows_ptr = value_record_ptr.to(tl.pointer_type(DTYPE))
+            output = _raw_values(rows_ptr, row_offsets, weights, DTYPE, VALUE_DIM, VALUE_BLOCK)
+        else:
+            output, zero_sum = _packed_values(
+                value_record_ptr, weights, alpha, zero_sum,
+                IS_BFLOAT16, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK,
+            )  # fmt: skip
+        # One flush a page: inside the tensor core a long fp32 sum drifts.
+        accumulator = accumulator * alpha + output
+    total = tl.sum(weight_sum, axis=0)
+    total = tl.where(total > 0.0, total, 1.0)
+    inverse = (1.0 / total)[None, :]
+    if RAW_PAGES:
+        result = accumulator * inverse
+    else:
+        result = accumulator * (inverse * VALUE_UNIT) + tl.sum(zero_sum, axis=0)[None, :] * inverse
+    return result, running_max - PROBABILITY_TOP + tl.log2(total)
+
+
+@triton.jit
+def softcapped(scores, score_cap):
+    """``score_cap * tanh(scores)``; the exponential may overflow to infinity, which gives 1."""
+    return score_cap - 2.0 * score_cap / (tl.exp2(scores * 2.8853900817779268) + 1.0)
+
+
+@triton.jit
+def soften(scores, score_cap):
+    capped = ()
+    for field in tl.static_range(FIELDS):
+        capped = capped + (softcapped(scores[field], score_cap),)
+    return capped
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_columns", "num_splits", "num_parts", "first_part"])
+def attend_pages_kernel(
+    query_ptr,
+    key_pages_ptr,
+    value_pages_ptr,
+    raw_value_ptr,
+    table_ptr,
+    lengths_ptr,
+    partial_ptr,  # fp32 [B * Hq * T, num_parts, Dv]
+    lse_ptr,  # fp32 [B * Hq * T, num_parts]
+    query_stride_row,
+    query_stride_head,
+    query_stride_column,
+    table_stride,
+    num_columns,
+    num_splits,
+    num_parts,
+    first_part,
+    score_scale,
+    score_cap,
+    GROUP: tl.constexpr,
+    VALUE_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    RAW_VALUES: tl.constexpr,
+    SINK: tl.constexpr,
+    VALUE_RING: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    KEY_HIGH: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    KEY_ZERO: tl.constexpr,
+    KEY_BOOST: tl.constexpr,
+    KEY_BYTES: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_HIGH: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (num_splits * column blocks, KV heads, rows). A row's pages are dealt to the splits on the device; a split that
+    gets none says so with a log-sum-exp of -inf and writes no output."""
+    split = tl.program_id(0) % num_splits
+    block = tl.program_id(0) // num_splits
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths_ptr + row)
+    first_page = 0
+    last_page = sealed_pages(length, SINK + VALUE_WINDOW)
+    if RAW_VALUES:
+        first_page = last_page
+        last_page = sealed_pages(length, SINK)
+    num_pages = last_page - first_page
+    last_page = first_page + (split + 1) * num_pages // num_splits
+    first_page = first_page + split * num_pages // num_splits
+
+    column, member, is_real = call_columns(block, num_columns, GROUP, COLUMNS, COLUMNS)
+    rows = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP)
+    part = rows * num_parts + first_part + split
+    if first_page >= last_page:
+        tl.store(lse_ptr + part, tl.full([COLUMNS], -float("inf"), tl.float32), mask=is_real)
+        return
+    raw_value_ptr += (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
+    query_offsets = (head * GROUP + member) * query_stride_head + column * query_stride_column
+    result, lse = attend_page_range(
+        query_ptr + row * query_stride_row, query_offsets, is_real, key_pages_ptr, value_pages_ptr, raw_value_ptr,
+        table_ptr + row * table_stride, head, first_page, last_page, score_scale, score_cap, HAS_SOFTCAP, RAW_VALUES,
+        SINK, VALUE_RING, NUM_HEADS, KEY_DIM, KEY_BITS, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST,
+        KEY_BYTES, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BYTES,
+        KEY_BLOCK, VALUE_BLOCK, SLOT_BLOCK, COLUMNS, STAGES,
+    )  # fmt: skip
+    channels = tl.arange(0, VALUE_BLOCK)
+    mask = is_real[None, :] & (channels < VALUE_DIM)[:, None]
+    tl.store(partial_ptr + part[None, :] * VALUE_DIM + channels[:, None], result, mask=mask)
+    tl.store(lse_ptr + part, lse, mask=is_real)

@@ -1,0 +1,210 @@
+"""Attention over what is not packed: the sink, the raw tail of K, the call's own tokens, and pages whose V is still raw.
+
+The raw tokens of a row are numbered through: sink, tail, own. One loop serves a decode step (the tokens are dealt to a few
+programs) and prefill of any length (one program walks all tokens up to its columns' causal edge).
+"""
+
+import triton
+import triton.language as tl
+
+from kitty_compile.kernels.decode_attention import attend_page_range, softcapped
+from kitty_compile.kernels.primitives import (
+    PAGE_SIZE,
+    call_columns,
+    dot,
+    narrow,
+    new_column,
+    new_count,
+    partial_rows,
+    row_columns,
+    sealed_pages,
+    token_pointers,
+)
+
+
+@triton.jit
+def _attend_raw_range(
+    query_ptr,  # the row's
+    query_offsets,  # [M]
+    query_column,  # [M]
+    is_real,  # [M]
+    key_ptr,  # the row's and head's, as are the next three
+    value_ptr,
+    raw_key_ptr,
+    raw_value_ptr,
+    columns_ptr,
+    key_stride_column,
+    value_stride_column,
+    first,
+    last,
+    sink_count,
+    num_cached,
+    length,
+    score_scale,
+    score_cap,
+    HAS_SOFTCAP: tl.constexpr,
+    SINK: tl.constexpr,
+    KEY_RING: tl.constexpr,
+    VALUE_RING: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention over raw tokens [first, last) -> output [M, Dv] (already divided by the sum) and log2-sum-exp2 [M]."""
+    key_channels = tl.arange(0, KEY_BLOCK)
+    value_channels = tl.arange(0, VALUE_BLOCK)
+    in_key = (key_channels < KEY_DIM)[None, :]
+    in_value = (value_channels < VALUE_DIM)[None, :]
+    query = tl.load(
+        query_ptr + query_offsets[:, None] + key_channels[None, :], mask=is_real[:, None] & in_key, other=0.0
+    )
+    running_max = tl.full([COLUMNS], -float("inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    accumulator = tl.zeros([COLUMNS, VALUE_BLOCK], tl.float32)
+    for start in tl.range(first, last, TOKENS, num_stages=STAGES):
+        number = start + tl.arange(0, TOKENS)
+        is_valid = number < last
+        is_own = number >= num_cached
+        token = tl.where(number < sink_count, number, number - num_cached + length)
+        column = new_column(columns_ptr, number - num_cached, is_valid & is_own)
+        key_rows = token_pointers(raw_key_ptr, KEY_DIM, key_ptr, key_stride_column, token, column, length, SINK, KEY_RING)
+        value_rows = token_pointers(
+            raw_value_ptr, VALUE_DIM, value_ptr, value_stride_column, token, column, length, SINK, VALUE_RING
+        )
+        keys = tl.load(key_rows[:, None] + key_channels[None, :], mask=is_valid[:, None] & in_key, other=0.0)
+        values = tl.load(value_rows[:, None] + value_channels[None, :], mask=is_valid[:, None] & in_value, other=0.0)
+        scores = dot(query, tl.trans(keys), tl.zeros([COLUMNS, TOKENS], tl.float32)) * score_scale
+        if HAS_SOFTCAP:
+            scores = softcapped(scores, score_cap)
+        visible = is_valid[None, :] & (tl.where(is_own, column, -1)[None, :] <= query_column[:, None])
+        scores = tl.where(visible, scores, -float("inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weights = tl.exp2(scores - base[:, None])
+        alpha = tl.exp2(running_max - base)
+        running_max = new_max
+        total = total * alpha + tl.sum(weights, axis=1)
+        accumulator = dot(narrow(weights, values.dtype), values, accumulator * alpha[:, None])
+    total = tl.where(total > 0.0, total, 1.0)
+    return accumulator * (1.0 / total)[:, None], running_max + tl.log2(total)
+
+
+@triton.jit(do_not_specialize=["table_stride", "first_column", "num_columns", "num_new", "num_raw_parts", "num_parts", "first_part"])
+def attend_residue_kernel(
+    query_ptr,  # columns first_column .. first_column + num_columns of the call
+    key_ptr,
+    value_ptr,
+    key_pages_ptr,
+    raw_key_ptr,
+    raw_value_ptr,
+    table_ptr,
+    lengths_ptr,
+    counts_ptr,
+    columns_ptr,
+    partial_ptr,  # fp32 [B * Hq * num_columns, num_parts, Dv]
+    lse_ptr,  # fp32 [B * Hq * num_columns, num_parts]
+    query_stride_row,
+    query_stride_head,
+    query_stride_column,
+    key_stride_row,
+    key_stride_head,
+    key_stride_column,
+    value_stride_row,
+    value_stride_head,
+    value_stride_column,
+    table_stride,
+    first_column,
+    num_columns,
+    num_new,
+    num_raw_parts,
+    num_parts,
+    first_part,
+    score_scale,
+    score_cap,
+    GROUP: tl.constexpr,
+    VALUE_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_EMPTY: tl.constexpr,
+    MIXED_PAGES: tl.constexpr,
+    SINK: tl.constexpr,
+    KEY_RING: tl.constexpr,
+    VALUE_RING: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    KEY_HIGH: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    KEY_ZERO: tl.constexpr,
+    KEY_BOOST: tl.constexpr,
+    KEY_BYTES: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PART_TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid ((raw parts + MIXED_PAGES) * column blocks, KV heads, rows). A raw part takes PART_TOKENS raw tokens, the last one
+    also the rest; a mixed part takes one page whose K is packed and whose V is not."""
+    parts = num_raw_parts + MIXED_PAGES
+    part = tl.program_id(0) % parts
+    # The last columns see the most tokens: they start first.
+    block = tl.num_programs(0) // parts - 1 - tl.program_id(0) // parts
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    length = 0
+    if not IS_EMPTY:
+        length = tl.load(lengths_ptr + row)
+    query_ptr += row * query_stride_row
+    raw_value_ptr += (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
+    channels = tl.arange(0, VALUE_BLOCK)
+    in_head = channels < VALUE_DIM
+    if part < num_raw_parts:
+        column, member, is_real = call_columns(block, num_columns, GROUP, COLUMNS, ROWS)
+        query_offsets = (head * GROUP + member) * query_stride_head + column * query_stride_column
+        query_column = first_column + column
+        last_column = first_column + tl.minimum((block * COLUMNS + COLUMNS - 1) // GROUP, num_columns - 1)
+        num_own = tl.minimum(new_count(counts_ptr, row, num_new), last_column + 1)
+        sink_count = tl.minimum(length, SINK)
+        num_cached = length - sealed_pages(length, SINK) * PAGE_SIZE
+        first = part * PART_TOKENS
+        last = num_cached + num_own
+        if part + 1 < num_raw_parts:
+            last = tl.minimum(last, first + PART_TOKENS)
+        result, lse = _attend_raw_range(
+            query_ptr, query_offsets, query_column, is_real,
+            key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head,
+            value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head,
+            raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM), raw_value_ptr,
+            row_columns(columns_ptr, row, num_new), key_stride_column, value_stride_column, first, last, sink_count,
+            num_cached, length, score_scale, score_cap, HAS_SOFTCAP, SINK, KEY_RING, VALUE_RING, KEY_DIM, VALUE_DIM,
+            KEY_BLOCK, VALUE_BLOCK, ROWS, TOKENS, STAGES,
+        )  # fmt: skip
+        place = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP) * num_parts + first_part + part
+        mask = is_real[:, None] & in_head[None, :]
+        tl.store(partial_ptr + place[:, None] * VALUE_DIM + channels[None, :], result, mask=mask)
+        tl.store(lse_ptr + place, lse, mask=is_real)
+    elif MIXED_PAGES > 0:
+        page_column, page_member, is_page = call_columns(block, num_columns, GROUP, COLUMNS, COLUMNS)
+        page_offsets = (head * GROUP + page_member) * query_stride_head + page_column * query_stride_column
+        first_page = sealed_pages(length, SINK + VALUE_WINDOW) + part - num_raw_parts
+        last_page = tl.minimum(first_page + 1, sealed_pages(length, SINK))
+        page_result, page_lse = attend_page_range(
+            query_ptr, page_offsets, is_page, key_pages_ptr, key_pages_ptr, raw_value_ptr,
+            table_ptr + row * table_stride, head, first_page, last_page, score_scale, score_cap, HAS_SOFTCAP, True,
+            SINK, VALUE_RING, NUM_HEADS, KEY_DIM, KEY_BITS, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO,
+            KEY_BOOST, KEY_BYTES, VALUE_DIM, 16, 0, 0, 0, 0, KEY_BLOCK, VALUE_BLOCK, SLOT_BLOCK, COLUMNS, 1,
+        )  # fmt: skip
+        page_place = partial_rows(row, head, page_column, page_member, num_columns, NUM_HEADS, GROUP) * num_parts + first_part + part
+        page_mask = is_page[None, :] & in_head[:, None]
+        tl.store(partial_ptr + page_place[None, :] * VALUE_DIM + channels[:, None], page_result, mask=page_mask)
+        tl.store(lse_ptr + page_place, page_lse, mask=is_page)

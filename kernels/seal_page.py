@@ -1,0 +1,279 @@
+"""Seal pages: quantise and pack every page that a call completes (``reference.seal_keys`` and ``seal_values``, bit for bit)."""
+
+import triton
+import triton.language as tl
+
+from kitty_compile.kernels import reference
+from kitty_compile.kernels.primitives import (
+    FIELD_PREMULTIPLIER,
+    FIELDS,
+    PAGE_SIZE,
+    WORD_ROWS,
+    bfloat16_to_float32,
+    high_word_offset,
+    mix_hash,
+    new_column,
+    new_count,
+    order_key_words,
+    order_value_words,
+    pack_words,
+    power_of_two,
+    round_to_bfloat16,
+    row_columns,
+    sealed_pages,
+    token_pointers,
+    widen,
+)
+
+MAX_SCALE = tl.constexpr(reference.MAX_SCALE)
+MIN_SCALE = tl.constexpr(reference.MIN_SCALE)
+SCORE_BITS = tl.constexpr(reference._SCORE_BITS)
+
+
+@triton.jit
+def _stored_scale(low, high, levels):
+    scale = tl.minimum(tl.div_rn(high - low, levels), MAX_SCALE)
+    return round_to_bfloat16(tl.where(scale < MIN_SCALE, 0.0, scale))
+
+
+@triton.jit
+def _quantize(values, zero, step, levels):
+    steps = tl.floor(tl.div_rn(values - zero, tl.where(step == 0.0, 1.0, step)) + 0.5)
+    codes = tl.minimum(tl.maximum(steps, 0.0), levels)
+    return tl.where(step == 0.0, 0.0, codes).to(tl.int32)
+
+
+@triton.jit
+def _zero_bits(low, DTYPE: tl.constexpr):
+    """The least value of a 16-bit tensor is one of its elements: stored exactly."""
+    if DTYPE == tl.bfloat16:
+        bits = round_to_bfloat16(low).to(tl.int16)
+    else:
+        bits = low.to(tl.float16).to(tl.int16, bitcast=True)
+    return bits
+
+
+@triton.jit
+def _magnitude_scores(keys):
+    """``reference.magnitude_scores``: masked channels must hold 0."""
+    magnitudes = tl.abs(keys)
+    largest = tl.max(tl.max(magnitudes, axis=1), axis=0)
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, SCORE_BITS)
+    factor = power_of_two(127 + SCORE_BITS - exponent)
+    return tl.sum((magnitudes * factor).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _best_channels(scores, channels, NUM_BOOSTED: tl.constexpr):
+    """Whether each channel is among the best-scored NUM_BOOSTED: fewer than that many others come before it."""
+    above = scores[None, :] > scores[:, None]
+    tied = (scores[None, :] == scores[:, None]) & (channels[None, :] < channels[:, None])
+    return tl.sum((above | tied).to(tl.int32), axis=1) < NUM_BOOSTED
+
+
+@triton.jit
+def _store_high_plane(record_ptr, high, slots, boosted, NUM_BOOSTED: tl.constexpr, NUM_SLOTS: tl.constexpr):
+    rows = tl.arange(0, WORD_ROWS)
+    plane = record_ptr.to(tl.pointer_type(tl.int16))
+    tl.store(plane + high_word_offset(rows[:, None], slots[None, :]), high, mask=boosted[None, :])
+    if NUM_SLOTS > NUM_BOOSTED:
+        unused = NUM_BOOSTED + tl.arange(0, 8)
+        pointers = plane + high_word_offset(rows[:, None], unused[None, :])
+        tl.store(pointers, tl.zeros([WORD_ROWS, 8], tl.int16), mask=(unused < NUM_SLOTS)[None, :])
+
+
+@triton.jit
+def _store_boost_record(record_ptr, channels, slots, scale, boosted, NUM_BOOSTED: tl.constexpr, NUM_SLOTS: tl.constexpr):
+    words = record_ptr.to(tl.pointer_type(tl.int32))
+    tl.store(words + slots, (channels << 16) | round_to_bfloat16(4.0 * scale), mask=boosted)
+    if NUM_SLOTS > NUM_BOOSTED:
+        unused = NUM_BOOSTED + tl.arange(0, 8)
+        tl.store(words + unused, tl.zeros([8], tl.int32), mask=unused < NUM_SLOTS)
+
+
+@triton.jit
+def _seal_key_page(
+    rows,  # pointers to the page's tokens [128]
+    record_ptr,
+    hash_base,
+    head,
+    page_index,
+    IS_RANDOM: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    NUM_BOOSTED: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    HIGH_OFFSET: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    ZERO_OFFSET: tl.constexpr,
+    BOOST_OFFSET: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    channels = tl.arange(0, DIM)
+    in_head = channels < KEY_DIM
+    stored = tl.load(rows[:, None] + channels[None, :], mask=in_head[None, :], other=0.0)
+    if KEY_BITS == 16:
+        tokens = tl.arange(0, PAGE_SIZE)
+        page = record_ptr.to(tl.pointer_type(stored.dtype))
+        tl.store(page + tokens[:, None] * KEY_DIM + channels[None, :], stored, mask=in_head[None, :])
+    else:
+        keys = widen(stored)
+        low, high = tl.min(keys, axis=0), tl.max(keys, axis=0)
+        if NUM_BOOSTED == KEY_DIM:
+            boosted = in_head
+            slots = channels
+        elif NUM_BOOSTED > 0:
+            if IS_RANDOM:
+                scores = mix_hash(hash_base, head, page_index, channels)
+            else:
+                scores = _magnitude_scores(keys)
+            boosted = _best_channels(tl.where(in_head, scores, -1), channels, NUM_BOOSTED)
+            slots = tl.cumsum(boosted.to(tl.int32), axis=0) - boosted.to(tl.int32)
+        else:
+            boosted = channels < 0
+            slots = channels
+        levels = tl.where(boosted, 15.0, 3.0)
+        scale_bits = _stored_scale(low, high, levels)
+        scale = bfloat16_to_float32(scale_bits)
+        codes = _quantize(keys, low[None, :], scale[None, :], levels[None, :])
+
+        planes = record_ptr.to(tl.pointer_type(tl.int16))
+        words = tl.arange(0, WORD_ROWS * DIM)
+        tl.store(planes + words, order_key_words(pack_words(codes & 3, DIM), DIM), mask=words < WORD_ROWS * KEY_DIM)
+        tl.store(planes + SCALE_OFFSET // 2 + channels, scale_bits.to(tl.int16), mask=in_head)
+        tl.store(planes + ZERO_OFFSET // 2 + channels, _zero_bits(low, stored.dtype), mask=in_head)
+        if NUM_SLOTS > 0:
+            high_words = pack_words(codes >> 2, DIM)
+            _store_high_plane(record_ptr + HIGH_OFFSET, high_words, slots, boosted, NUM_BOOSTED, NUM_SLOTS)
+        if NUM_SLOTS > 0 and NUM_BOOSTED != KEY_DIM:
+            _store_boost_record(record_ptr + BOOST_OFFSET, channels, slots, scale, boosted, NUM_BOOSTED, NUM_SLOTS)
+
+
+@triton.jit
+def _premultipliers(tokens):
+    """The power of four that each token's stored scale carries, fp32 [128]."""
+    field = tokens // WORD_ROWS
+    powers = tokens * 0
+    for index in tl.static_range(FIELDS):
+        powers = tl.where(field == index, 2 * FIELD_PREMULTIPLIER[index], powers)
+    return power_of_two(powers)
+
+
+@triton.jit
+def _seal_value_page(
+    rows,  # pointers to the page's tokens [128]
+    record_ptr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    HIGH_OFFSET: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr,
+    ZERO_OFFSET: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    channels = tl.arange(0, DIM)
+    tokens = tl.arange(0, PAGE_SIZE)
+    in_head = channels < VALUE_DIM
+    stored = tl.load(rows[:, None] + channels[None, :], mask=in_head[None, :], other=0.0)
+    if VALUE_BITS == 16:
+        page = record_ptr.to(tl.pointer_type(stored.dtype))
+        tl.store(page + tokens[:, None] * VALUE_DIM + channels[None, :], stored, mask=in_head[None, :])
+    else:
+        values = widen(stored)
+        low = tl.min(tl.where(in_head[None, :], values, float("inf")), axis=1)
+        high = tl.max(tl.where(in_head[None, :], values, -float("inf")), axis=1)
+        levels = tl.full([PAGE_SIZE], (1 << VALUE_BITS) - 1, tl.float32)
+        scale = bfloat16_to_float32(_stored_scale(low, high, levels))
+        codes = _quantize(values, low[:, None], scale[:, None], levels[:, None])
+
+        planes = record_ptr.to(tl.pointer_type(tl.int16))
+        words = tl.arange(0, WORD_ROWS * DIM)
+        in_plane = words < WORD_ROWS * VALUE_DIM
+        tl.store(planes + words, order_value_words(pack_words(codes & 3, DIM), DIM), mask=in_plane)
+        if VALUE_BITS == 4:
+            high_plane = planes + HIGH_OFFSET // 2
+            tl.store(high_plane + words, order_value_words(pack_words(codes >> 2, DIM), DIM), mask=in_plane)
+        premultiplied = round_to_bfloat16(scale * _premultipliers(tokens)).to(tl.int16)
+        tl.store(planes + SCALE_OFFSET // 2 + tokens, premultiplied)
+        tl.store(planes + ZERO_OFFSET // 2 + tokens, _zero_bits(low, stored.dtype))
+
+
+@triton.jit(do_not_specialize=["num_columns", "table_stride", "hash_base"])
+def seal_pages_kernel(
+    key_ptr,
+    value_ptr,
+    raw_key_ptr,
+    raw_value_ptr,
+    key_pages_ptr,
+    value_pages_ptr,
+    lengths_ptr,
+    counts_ptr,
+    columns_ptr,
+    table_ptr,
+    key_stride_row,
+    key_stride_head,
+    key_stride_column,
+    value_stride_row,
+    value_stride_head,
+    value_stride_column,
+    num_columns,
+    table_stride,
+    hash_base,
+    NUM_HEADS: tl.constexpr,
+    SINK: tl.constexpr,
+    VALUE_WINDOW: tl.constexpr,
+    KEY_RING: tl.constexpr,
+    VALUE_RING: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    NUM_BOOSTED: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    KEY_HIGH: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    KEY_ZERO: tl.constexpr,
+    KEY_BOOST: tl.constexpr,
+    KEY_BYTES: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_HIGH: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
+    VALUE_ZERO: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Grid (2 * pages a row can complete, KV heads, rows); even programs seal keys, odd ones values."""
+    candidate = tl.program_id(0) // 2
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths_ptr + row)
+    total = length + new_count(counts_ptr, row, num_columns)
+    columns = row_columns(columns_ptr, row, num_columns)
+    tokens = tl.arange(0, PAGE_SIZE)
+    if tl.program_id(0) % 2 == 0:
+        page_index = sealed_pages(length, SINK) + candidate
+        if page_index < sealed_pages(total, SINK):
+            raw_ptr = raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM)
+            new_ptr = key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head
+            token = SINK + page_index * PAGE_SIZE + tokens
+            column = new_column(columns, token - length, token >= length)
+            rows = token_pointers(raw_ptr, KEY_DIM, new_ptr, key_stride_column, token, column, length, SINK, KEY_RING)
+            page = tl.load(table_ptr + row * table_stride + page_index).to(tl.int64)
+            record_ptr = key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES
+            _seal_key_page(
+                rows, record_ptr, hash_base, head, page_index, IS_RANDOM, KEY_DIM, KEY_BITS,
+                NUM_BOOSTED, NUM_SLOTS, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK,
+            )  # fmt: skip
+    else:
+        page_index = sealed_pages(length, SINK + VALUE_WINDOW) + candidate
+        if page_index < sealed_pages(total, SINK + VALUE_WINDOW):
+            raw_ptr = raw_value_ptr + (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
+            new_ptr = value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head
+            token = SINK + page_index * PAGE_SIZE + tokens
+            column = new_column(columns, token - length, token >= length)
+            rows = token_pointers(raw_ptr, VALUE_DIM, new_ptr, value_stride_column, token, column, length, SINK, VALUE_RING)
+            page = tl.load(table_ptr + row * table_stride + page_index).to(tl.int64)
+            record_ptr = value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES
+            _seal_value_page(
+                rows, record_ptr, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK
+            )

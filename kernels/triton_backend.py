@@ -1,0 +1,385 @@
+"""The CUDA backend of ``ops``: launches the Triton kernels. Nothing here reads device memory or waits for it."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from kitty_compile.kernels import reference
+from kitty_compile.kernels.append import advance_kernel, append_kernel
+from kitty_compile.kernels.decode_attention import attend_pages_kernel
+from kitty_compile.kernels.dequantize_pages import copy_pages_kernel, dequantize_keys_kernel, dequantize_values_kernel
+from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout, RawLayout
+from kitty_compile.kernels.merge_splits import LOG2_E, merge_splits_kernel
+from kitty_compile.kernels.residue_attention import attend_residue_kernel
+from kitty_compile.kernels.seal_page import seal_pages_kernel
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_APPEND_TOKENS = 16
+_ADVANCE_ROWS = 128
+_COPY_BLOCK = 4096
+_MERGE_ELEMENTS = 4096
+# Raw tokens of a program in decode.
+_PART_TOKENS = 64
+_MAX_SPLITS = 256
+# Registers allow this many warps of the page kernel on a multiprocessor.
+_WARPS_PER_PROCESSOR = 8
+# What starting and ending a split costs, in pages.
+_SPLIT_OVERHEAD = 1.5
+# Query columns are taken in chunks whose partial outputs stay under this many bytes.
+_MAX_PARTIAL_BYTES = 1 << 28
+_CHUNK_COLUMNS = 64
+
+
+class _Shape(NamedTuple):
+    """How the query columns of one KV head are dealt to programs."""
+
+    columns: int  # of a program of the page kernel
+    warps: int  # of that program
+    rows: int  # columns of a residue program, padded to what a tensor core takes
+    residue_columns: int
+    residue_warps: int
+    tokens: int  # of a residue program's step
+    is_decode: bool
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    columns: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    state: LayerTensors,
+    layout: PageLayout,
+    raw: RawLayout,
+    *,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    is_empty: bool,
+) -> torch.Tensor:
+    """See ``attend_torch.attend``."""
+    _require_half_precision(query)
+    if is_empty and columns is None and counts is None and softcap == 0 and sinks is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        ).contiguous()
+    query, key, value = _dense_channels(query), _dense_channels(key), _dense_channels(value)
+    output = query.new_empty((*query.shape[:3], value.shape[3]))
+    call = _Call(query, key, value, columns, counts, state, layout, raw, _score_factors(scale, softcap), sinks, is_empty)
+    with torch.cuda.device_of(query):
+        for first, last in call.chunks():
+            call.attend_columns(first, last, output)
+    return output
+
+
+def _score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """What kernels multiply q . k by, and the cap: scores are in units of log2."""
+    log2_e = LOG2_E.value
+    return (scale / softcap, softcap * log2_e) if softcap > 0 else (scale * log2_e, 0.0)
+
+
+class _Call(NamedTuple):
+    """One call of ``attend``: its arguments, and the launches for a chunk of its columns."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    columns: torch.Tensor | None
+    counts: torch.Tensor | None
+    state: LayerTensors
+    layout: PageLayout
+    raw: RawLayout
+    score_factors: tuple[float, float]
+    sinks: torch.Tensor | None
+    is_empty: bool
+
+    @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def has_pages(self) -> bool:
+        return not self.is_empty and self.state.page_table.shape[1] > 0
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        batch, num_heads, num_columns, _ = self.query.shape
+        column_bytes = 4 * batch * num_heads * self.layout.value_dim * 4
+        step = max(_MAX_PARTIAL_BYTES // column_bytes // _CHUNK_COLUMNS, 1) * _CHUNK_COLUMNS
+        for first in range(0, num_columns, step):
+            yield first, min(first + step, num_columns)
+
+    def attend_columns(self, first: int, last: int, output: torch.Tensor) -> None:
+        batch, num_heads, _, _ = self.query.shape
+        num_columns = last - first
+        shape = program_shape(num_columns * self.group, self.layout)
+        splits = self.num_splits(shape, num_columns)
+        mixed = self.raw.max_mixed_pages if self.has_pages else 0
+        raw_parts = self.num_raw_parts(shape, num_columns)
+        parts = splits + raw_parts + mixed
+        rows = batch * num_heads * num_columns
+        partial = self.query.new_empty((rows, parts, self.layout.value_dim), dtype=torch.float32)
+        lse = self.query.new_empty((rows, parts), dtype=torch.float32)
+        query = self.query[:, :, first:last]
+        if splits:
+            self.launch_pages(query, partial, lse, shape, 0, splits, raw_values=False)
+        self.launch_residue(query, partial, lse, shape, first, splits, raw_parts)
+        if mixed and not shape.is_decode:
+            self.launch_pages(query, partial, lse, shape, splits + raw_parts, mixed, raw_values=True)
+        _merge(partial, lse, self.sinks, output[:, :, first:last])
+
+    def num_splits(self, shape: _Shape, num_columns: int) -> int:
+        if not self.has_pages:
+            return 0
+        batch, num_heads = self.key.shape[:2]
+        programs = batch * num_heads * triton.cdiv(num_columns * self.group, shape.columns)
+        room = _num_processors(self.query.device) * _WARPS_PER_PROCESSOR // shape.warps
+        return choose_splits(programs, self.state.page_table.shape[1], room)
+
+    def num_raw_parts(self, shape: _Shape, num_columns: int) -> int:
+        """Raw tokens are dealt to several programs where few rows would leave the device idle."""
+        batch, num_heads = self.key.shape[:2]
+        if not shape.is_decode or batch * num_heads > 4 * _num_processors(self.query.device):
+            return 1
+        most = num_columns if self.is_empty else self.raw.sink_length + PAGE_SIZE - 1 + num_columns
+        return int(triton.cdiv(most, _PART_TOKENS))
+
+    def launch_pages(
+        self,
+        query: torch.Tensor,
+        partial: torch.Tensor,
+        lse: torch.Tensor,
+        shape: _Shape,
+        first_part: int,
+        splits: int,
+        *,
+        raw_values: bool,
+    ) -> None:
+        batch, num_heads = self.key.shape[:2]
+        blocks = triton.cdiv(query.shape[2] * self.group, shape.columns)
+        has_raw_pages = raw_values or self.layout.key.is_raw or self.layout.value.is_raw
+        attend_pages_kernel[(splits * blocks, num_heads, batch)](
+            query, self.state.key_pages, self.state.value_pages, self.state.raw_value, self.state.page_table,
+            self.state.lengths, partial, lse, *query.stride()[:3], self.state.page_table.stride(0),
+            query.shape[2], splits, partial.shape[1], first_part, *self.score_factors,
+            **self.common_constants(), **page_constants(self.layout), RAW_VALUES=raw_values,
+            COLUMNS=shape.columns, STAGES=1 if has_raw_pages else 3, num_warps=shape.warps,
+        )  # fmt: skip
+
+    def launch_residue(
+        self,
+        query: torch.Tensor,
+        partial: torch.Tensor,
+        lse: torch.Tensor,
+        shape: _Shape,
+        first_column: int,
+        first_part: int,
+        raw_parts: int,
+    ) -> None:
+        batch, num_heads, num_new, _ = self.key.shape
+        mixed = self.raw.max_mixed_pages if shape.is_decode and self.has_pages else 0
+        blocks = triton.cdiv(query.shape[2] * self.group, shape.residue_columns)
+        attend_residue_kernel[((raw_parts + mixed) * blocks, num_heads, batch)](
+            query, self.key, self.value, self.state.key_pages, self.state.raw_key, self.state.raw_value,
+            self.state.page_table, self.state.lengths, self.counts, self.columns, partial, lse,
+            *query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3], self.state.page_table.stride(0),
+            first_column, query.shape[2], num_new, raw_parts, partial.shape[1], first_part, *self.score_factors,
+            **self.common_constants(), **key_constants(self.layout), **_blocks(self.layout),
+            VALUE_DIM=self.layout.value_dim, KEY_RING=self.raw.key_ring, IS_EMPTY=self.is_empty, MIXED_PAGES=mixed,
+            COLUMNS=shape.residue_columns, ROWS=shape.rows, PART_TOKENS=_PART_TOKENS, TOKENS=shape.tokens, STAGES=2,
+            num_warps=shape.residue_warps,
+        )  # fmt: skip
+
+    def common_constants(self) -> dict[str, Any]:
+        return {
+            "GROUP": self.group,
+            "NUM_HEADS": self.key.shape[1],
+            "SINK": self.raw.sink_length,
+            "VALUE_WINDOW": self.raw.value_window,
+            "VALUE_RING": self.raw.value_ring,
+            "HAS_SOFTCAP": self.score_factors[1] > 0,
+        }
+
+
+def program_shape(num_pairs: int, layout: PageLayout) -> _Shape:
+    """``num_pairs`` = new columns times the GQA group. Decode takes one block of columns, and one warp, which reads packed
+    words straight into a tensor core's operand; longer calls take wider blocks, so that they unpack less often."""
+    is_wide = max(layout.key_dim, layout.value_dim) > 128
+    if num_pairs <= 16:
+        columns = 8 if num_pairs <= 8 else 16
+        return _Shape(columns, 1, 16, columns, 2 if is_wide else 1, 16, True)
+    return _Shape(32, 4 if is_wide else 2, 64, 64, 4, 32 if is_wide else 64, False)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(programs: int, max_pages: int, room: int) -> int:
+    """Into how many splits the pages of a row go. ``programs`` without splitting, ``room`` for programs at a time: the fewest
+    page steps in sequence, counting whole waves of programs."""
+    best, least = 1, float("inf")
+    for splits in range(1, min(max_pages, _MAX_SPLITS) + 1):
+        waves = -(-programs * splits // room)
+        steps = waves * (-(-max_pages // splits) + _SPLIT_OVERHEAD)
+        if steps < least:
+            best, least = splits, steps
+    return best
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _merge(partial: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, output: torch.Tensor) -> None:
+    _, num_heads, num_columns, head_dim = output.shape
+    num_rows, num_parts = lse.shape
+    parts = triton.next_power_of_2(num_parts)
+    channels = min(triton.next_power_of_2(head_dim), max(16, _MERGE_ELEMENTS // parts))
+    rows = max(1, min(_MERGE_ELEMENTS // (parts * channels), num_rows // 512))
+    rows = 1 << (rows.bit_length() - 1)
+    merge_splits_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(head_dim, channels))](
+        partial, lse, output, sinks, *output.stride()[:3], num_rows, num_columns, num_parts,
+        QUERY_HEADS=num_heads, VALUE_DIM=head_dim, LARGEST=torch.finfo(output.dtype).max, PARTS=parts, ROWS=rows, CHANNELS=channels,
+        num_warps=4 if rows * parts * channels >= 2048 else 1,
+    )  # fmt: skip
+
+
+def update(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    columns: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    state: LayerTensors,
+    layout: PageLayout,
+    raw: RawLayout,
+    *,
+    seed: int,
+    layer: int,
+) -> None:
+    """Seal the pages that the call completes, append its tokens to the raw slots, advance the lengths."""
+    _require_half_precision(key)
+    key, value = _dense_channels(key), _dense_channels(value)
+    batch, num_heads, num_columns, _ = key.shape
+    strides = (*key.stride()[:3], *value.stride()[:3])
+    constants = {
+        "NUM_HEADS": num_heads,
+        "SINK": raw.sink_length,
+        "KEY_RING": raw.key_ring,
+        "VALUE_RING": raw.value_ring,
+    }
+    blocks = {name: size for name, size in _blocks(layout).items() if name != "SLOT_BLOCK"}
+    is_wide = max(layout.key_dim, layout.value_dim) > 128
+    with torch.cuda.device_of(key):
+        if state.page_table.shape[1] > 0:
+            key_record = {name: number for name, number in key_constants(layout).items() if name != "HAS_INDEX"}
+            seal_pages_kernel[(2 * triton.cdiv(num_columns, PAGE_SIZE), num_heads, batch)](
+                key, value, state.raw_key, state.raw_value, state.key_pages, state.value_pages,
+                state.lengths, counts, columns, state.page_table, *strides,
+                num_columns, state.page_table.stride(0), _hash_base(seed, layer),
+                VALUE_WINDOW=raw.value_window, IS_RANDOM=seed >= 0, NUM_BOOSTED=layout.key.num_boosted,
+                **constants, **key_record, **value_constants(layout), **blocks, num_warps=8 if is_wide else 4,
+            )  # fmt: skip
+        append_kernel[(triton.cdiv(num_columns, _APPEND_TOKENS), num_heads, batch)](
+            key, value, state.raw_key, state.raw_value, state.lengths, counts, columns, *strides, num_columns,
+            KEY_DIM=layout.key_dim, VALUE_DIM=layout.value_dim, **constants, **blocks,
+            TOKENS=min(_APPEND_TOKENS, triton.next_power_of_2(num_columns)),
+            num_warps=1 if num_columns == 1 else 4,
+        )  # fmt: skip
+        advance_kernel[(triton.cdiv(batch, _ADVANCE_ROWS),)](
+            state.lengths, state.high_water, counts, num_columns, batch, ROWS=_ADVANCE_ROWS, num_warps=1
+        )
+
+
+def dequantize_pages(
+    pages: torch.Tensor, page_table: torch.Tensor, num_pages: int, layout: PageLayout, *, is_key: bool
+) -> torch.Tensor:
+    """The first ``num_pages`` pages of every row, dense: [B, Hkv, num_pages * 128, D] in the layout's dtype (algorithm 1)."""
+    record = layout.key if is_key else layout.value
+    batch, num_heads = page_table.shape[0], layout.num_kv_heads
+    dense = torch.empty((batch, num_heads, num_pages * PAGE_SIZE, record.head_dim), dtype=layout.dtype, device=pages.device)
+    _require_half_precision(dense)
+    if dense.numel() == 0:
+        return dense
+    grid = (num_pages, num_heads, batch)
+    arguments = page_table, dense, page_table.stride(0), num_pages
+    blocks = _blocks(layout)
+    with torch.cuda.device_of(pages):
+        if record.is_raw:
+            copy_pages_kernel[grid](
+                pages.view(layout.dtype), *arguments, NUM_HEADS=num_heads, HEAD_DIM=record.head_dim, BLOCK=_COPY_BLOCK
+            )
+        elif is_key:
+            constants = {name: number for name, number in key_constants(layout).items() if name != "KEY_BITS"}
+            dequantize_keys_kernel[grid](
+                pages, *arguments, NUM_HEADS=num_heads, NUM_BOOSTED=layout.key.num_boosted, **constants,
+                KEY_BLOCK=blocks["KEY_BLOCK"], SLOT_BLOCK=blocks["SLOT_BLOCK"],
+            )  # fmt: skip
+        else:
+            dequantize_values_kernel[grid](
+                pages, *arguments, NUM_HEADS=num_heads, **value_constants(layout), VALUE_BLOCK=blocks["VALUE_BLOCK"]
+            )
+    return dense
+
+
+@functools.cache
+def key_constants(layout: PageLayout) -> dict[str, int]:
+    """What kernels know of a key record."""
+    record = layout.key
+    return {
+        "KEY_DIM": record.head_dim,
+        "KEY_BITS": record.bits,
+        "NUM_SLOTS": record.num_slots,
+        "HAS_INDEX": record.has_boost_index,
+        "KEY_HIGH": record.high_offset,
+        "KEY_SCALE": record.scale_offset,
+        "KEY_ZERO": record.zero_offset,
+        "KEY_BOOST": record.boost_offset,
+        "KEY_BYTES": record.nbytes,
+    }
+
+
+@functools.cache
+def value_constants(layout: PageLayout) -> dict[str, int]:
+    """What kernels know of a value record."""
+    record = layout.value
+    return {
+        "VALUE_DIM": record.head_dim,
+        "VALUE_BITS": record.bits,
+        "VALUE_HIGH": record.high_offset,
+        "VALUE_SCALE": record.scale_offset,
+        "VALUE_ZERO": record.zero_offset,
+        "VALUE_BYTES": record.nbytes,
+    }
+
+
+@functools.cache
+def _blocks(layout: PageLayout) -> dict[str, int]:
+    """Powers of two that hold a head's channels, and the boosted ones."""
+    return {
+        "KEY_BLOCK": triton.next_power_of_2(layout.key_dim),
+        "VALUE_BLOCK": triton.next_power_of_2(layout.value_dim),
+        "SLOT_BLOCK": max(16, triton.next_power_of_2(layout.key.num_slots)),
+    }
+
+
+def page_constants(layout: PageLayout) -> dict[str, int]:
+    return {**key_constants(layout), **value_constants(layout), **_blocks(layout)}
+
+
+def _hash_base(seed: int, layer: int) -> int:
+    """The part of ``reference.random_scores`` that a launch has in common, as a signed 32-bit integer."""
+    primes = reference._HASH_PRIMES
+    mixed = (seed * primes[0] + layer * primes[1]) & 0xFFFFFFFF
+    return mixed - (1 << 32) if mixed >> 31 else mixed
+
+
+def _dense_channels(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _require_half_precision(tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _HALF_DTYPES:
+        raise ValueError(f"kitty on CUDA must run in fp16 or bf16, got {str(tensor.dtype).removeprefix('torch.')}")

@@ -1,0 +1,88 @@
+"""Bring a captured graph into pre-dispatch ATen, the one form that all other passes read.
+
+Pattern: a Dynamo graph, whose nodes are Python functions and methods
+
+    x = self.q_proj(h).view(b, t, 8, 64).transpose(1, 2)
+    scores = x @ k.transpose(-1, -2) * scale
+
+Replacement: what ``torch.export`` gives too
+
+    view = torch.ops.aten.view.default(linear, [b, t, 8, 64]);  transpose = torch.ops.aten.transpose.int(view, 1, 2)
+    matmul = torch.ops.aten.matmul.default(transpose, ...);     mul = torch.ops.aten.mul.Tensor(matmul, 0.125)
+
+Symbolic sizes stay symbolic, in-place calls stay in place, ``nn_module_stack`` survives. The real tensors of parameters,
+buffers and lifted constants are left in ``meta[CONSTANT]`` of their placeholders, since masks are made from them.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kitty_compile.passes.nodes import CONSTANT, value_of
+
+
+def normalize(gm: fx.GraphModule, example_inputs: Sequence[object]) -> fx.GraphModule:
+    """The same computation in pre-dispatch ATen, with one placeholder per placeholder of ``gm`` in the same order.
+
+    Args:
+        gm: a graph from Dynamo (as a ``torch.compile`` backend gets it), or one that is in the form already.
+        example_inputs: what Dynamo passes beside it. Tensors that belong to a module are taken as constants.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if is_normal(gm):
+        normal = gm
+    else:
+        fakes = [value_of(node) for node in placeholders]
+        fake_mode = detect_fake_mode(fakes)
+        if fake_mode is None:
+            raise ValueError("gm must come with fake values of its inputs, got a graph that was not captured by Dynamo")
+        with fake_mode, fx.traceback.preserve_node_meta():
+            run = fx.Interpreter(gm).run
+            normal = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+    owned = {
+        index: value
+        for index, value in enumerate(example_inputs)
+        if isinstance(value, torch.Tensor) and getattr(value, "_dynamo_static_input_type", None) is not None
+    }
+    for index, node in enumerate(normal.graph.find_nodes(op="placeholder")):
+        if index in owned:
+            node.meta[CONSTANT] = owned[index]
+    return normal
+
+
+def normalize_program(program: ExportedProgram) -> fx.GraphModule:
+    """The graph of an exported program, whose form is right already, with its constants found."""
+    signature = program.graph_signature
+    sources: Mapping[str, str] = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    for node in program.graph_module.graph.find_nodes(op="placeholder"):
+        name = sources.get(node.name, "")
+        value = program.state_dict.get(name, program.constants.get(name))
+        if isinstance(value, torch.Tensor):
+            node.meta[CONSTANT] = value
+    return program.graph_module
+
+
+def is_normal(gm: fx.GraphModule) -> bool:
+    """Does every call that makes a tensor go to an ATen (or custom) operator already?"""
+    return not any(_is_python_call(node) for node in gm.graph.nodes)
+
+
+def _is_python_call(node: fx.Node) -> bool:
+    if node.op in ("call_method", "call_module"):
+        return True
+    if node.op != "call_function" or isinstance(
+        node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator
+    ):
+        return False
+    if node.target is operator.getitem:
+        return isinstance(value_of(node.args[0]), torch.Tensor) if isinstance(node.args[0], fx.Node) else False
+    return isinstance(value_of(node), torch.Tensor)
