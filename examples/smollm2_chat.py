@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 import kitty_compile
 from kitty_compile import loading, measure
 
+TEXT = topics["calls"][:5400]
 QUESTIONS = (
-    topics["calls"][:5400] + "\n\nWhat is the text above about? Answer in two sentences.",
+    "What is the text above about? Answer in two sentences.",
     "Write a short example in Python of a call with a keyword argument.",
 )
-MAX_NEW_TOKENS = 64
+MAX_NEW_TOKENS = 48
 
 
 def find_model() -> pathlib.Path:
@@ -35,10 +36,11 @@ def chat(model: Any, tokenizer: Any) -> measure.Generation:
     messages: list[dict[str, str]] = []
     tokens, known, cache, speed = torch.empty(0, dtype=torch.int64), "", None, measure.Speed(0, 0.0, 0, 0.0)
     for question in QUESTIONS:
-        messages.append({"role": "user", "content": question})
+        content = question if messages else f"{TEXT}\n\n{question}"
+        messages.append({"role": "user", "content": content})
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         new = tokenizer(text.removeprefix(known), return_tensors="pt", add_special_tokens=False)["input_ids"][0]
-        print(f"\n> {question if len(question) < 200 else '[...]' + question[-62:]}   ({len(new)} tokens)")
+        print(f"\n> {question}   ({len(new)} tokens with the text before it)" if not len(tokens) else f"\n> {question}")
         turn = measure.generate(
             model,
             torch.cat([tokens, new]),

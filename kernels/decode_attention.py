@@ -26,11 +26,12 @@ from kitty_compile.kernels.primitives import (
     high_operand,
     key_operand,
     narrow,
+    pages_of_split,
     partial_rows,
     power_of_two,
     raw_slot,
     relative_bfloat16,
-    sealed_pages,
+    softcapped,
     split_fields,
     split_tokens,
     value_operand,
@@ -302,7 +303,7 @@ def attend_page_range(
         weight_sum = weight_sum * alpha + _sum_of_fields(weights)
         if RAW_PAGES:
             if RAW_VALUES:
-                row_offsets = _ring_offsets(SINK + index * PAGE_SIZE, SINK, VALUE_RING, VALUE_DIM)
+                row_offsets = _ring_offsets(index * PAGE_SIZE + SINK, SINK, VALUE_RING, VALUE_DIM)
                 rows_ptr = raw_value_ptr
             else:
                 row_offsets = _ring_offsets(0, 0, PAGE_SIZE, VALUE_DIM)
@@ -323,12 +324,6 @@ def attend_page_range(
     else:
         result = accumulator * (inverse * VALUE_UNIT) + tl.sum(zero_sum, axis=0)[None, :] * inverse
     return result, running_max - PROBABILITY_TOP + tl.log2(total)
-
-
-@triton.jit
-def softcapped(scores, score_cap):
-    """``score_cap * tanh(scores)``; the exponential may overflow to infinity, which gives 1."""
-    return score_cap - 2.0 * score_cap / (tl.exp2(scores * 2.8853900817779268) + 1.0)
 
 
 @triton.jit
@@ -393,16 +388,9 @@ def attend_pages_kernel(
     block = tl.program_id(0) // num_splits
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    length = tl.load(lengths_ptr + row)
-    first_page = 0
-    last_page = sealed_pages(length, SINK + VALUE_WINDOW)
-    if RAW_VALUES:
-        first_page = last_page
-        last_page = sealed_pages(length, SINK)
-    num_pages = last_page - first_page
-    last_page = first_page + (split + 1) * num_pages // num_splits
-    first_page = first_page + split * num_pages // num_splits
-
+    first_page, last_page = pages_of_split(
+        tl.load(lengths_ptr + row), split, num_splits, SINK, VALUE_WINDOW, RAW_VALUES
+    )
     column, member, is_real = call_columns(block, num_columns, GROUP, COLUMNS, COLUMNS)
     rows = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP)
     part = rows * num_parts + first_part + split

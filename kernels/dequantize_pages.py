@@ -9,8 +9,10 @@ from kitty_compile.kernels.primitives import (
     PAGE_SIZE,
     WORD_ROWS,
     bfloat16_to_float32,
+    boosted_slots,
     high_word_offset,
     key_operand,
+    load_zero,
     narrow,
     value_operand,
 )
@@ -19,16 +21,6 @@ from kitty_compile.kernels.primitives import (
 @triton.jit
 def _field_codes(words, FIELD: tl.constexpr):
     return (words.to(tl.int32) >> (2 * FIELD)) & 3
-
-
-@triton.jit
-def _load_zero(pointers, mask, DTYPE: tl.constexpr):
-    bits = tl.load(pointers, mask=mask, other=0)
-    if DTYPE == tl.bfloat16:
-        zero = bfloat16_to_float32(bits)
-    else:
-        zero = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    return zero
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pages"])
@@ -62,18 +54,13 @@ def dequantize_keys_kernel(
     flat = tl.arange(0, WORD_ROWS * KEY_BLOCK)
     low = key_operand(tl.load(plane_ptr + flat, mask=flat < WORD_ROWS * KEY_DIM, other=0), KEY_BLOCK)
     scale = bfloat16_to_float32(tl.load(plane_ptr + KEY_SCALE // 2 + channels, mask=in_head, other=0))
-    zero = _load_zero(plane_ptr + KEY_ZERO // 2 + channels, in_head, DTYPE)
+    zero = load_zero(plane_ptr + KEY_ZERO // 2 + channels, in_head, DTYPE)
     rows = tl.arange(0, WORD_ROWS)
     if NUM_SLOTS > 0:
         slot = channels
         boosted = in_head
         if HAS_INDEX:
-            slots = tl.arange(0, SLOT_BLOCK)
-            is_used = slots < NUM_BOOSTED
-            record = tl.load(record_ptr.to(tl.pointer_type(tl.int32)) + KEY_BOOST // 4 + slots, mask=is_used, other=0)
-            names = is_used[None, :] & ((record >> 16)[None, :] == channels[:, None])
-            slot = tl.sum(tl.where(names, slots[None, :], 0), axis=1)
-            boosted = tl.sum(names.to(tl.int32), axis=1) > 0
+            slot, boosted = boosted_slots(record_ptr + KEY_BOOST, channels, NUM_BOOSTED, SLOT_BLOCK)
         offsets = high_word_offset(rows[:, None], slot[None, :])
         high = tl.load(plane_ptr + KEY_HIGH // 2 + offsets, mask=boosted[None, :], other=0)
     output_ptr += ((row * NUM_HEADS + head) * num_pages + index) * (PAGE_SIZE * KEY_DIM)
@@ -120,7 +107,7 @@ def dequantize_values_kernel(
         tokens = rows + field * WORD_ROWS
         premultiplied = bfloat16_to_float32(tl.load(plane_ptr + VALUE_SCALE // 2 + tokens))
         scale = premultiplied * (0.25 ** FIELD_PREMULTIPLIER[field])
-        zero = _load_zero(plane_ptr + VALUE_ZERO // 2 + tokens, tokens >= 0, DTYPE)
+        zero = load_zero(plane_ptr + VALUE_ZERO // 2 + tokens, tokens >= 0, DTYPE)
         codes = _field_codes(low, field)
         if VALUE_BITS == 4:
             codes += _field_codes(high, field) << 2

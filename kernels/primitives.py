@@ -75,6 +75,14 @@ def split_tokens(values):
 
 
 @triton.jit
+def join_fields(parts):
+    """Eight [X, Y] -> [X, Y, 8]."""
+    even = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
+    odd = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
+    return tl.reshape(tl.join(even, odd), [parts[0].shape[0], parts[0].shape[1], 8])
+
+
+@triton.jit
 def key_operand(words, DIM: tl.constexpr):
     """Low plane of a key record, [16 DIM] in memory order -> [16, DIM], a tensor core's A operand as it lies."""
     tiles = tl.reshape(words, [DIM // 16, 8, 4, 2, 2, 2])  # block, row, pair, half, row_half, column
@@ -113,6 +121,16 @@ def order_value_words(words, DIM: tl.constexpr):
 def high_word_offset(row, slot):
     """Where word (row, slot) of the high plane lies, in words."""
     return (slot // 8) * 128 + (row % 8) * 16 + ((slot % 8) // 2) * 4 + (row // 8) * 2 + slot % 2
+
+
+@triton.jit
+def boosted_slots(boost_ptr, channels, NUM_BOOSTED: tl.constexpr, SLOTS: tl.constexpr):
+    """The slot of each channel in the high plane, and whether it has one, from a record's boost part."""
+    slots = tl.arange(0, SLOTS)
+    is_used = slots < NUM_BOOSTED
+    record = tl.load(boost_ptr.to(tl.pointer_type(tl.int32)) + slots, mask=is_used, other=0)
+    names = is_used[None, :] & ((record >> 16)[None, :] == channels[:, None])
+    return tl.sum(tl.where(names, slots[None, :], 0), axis=1), tl.sum(names.to(tl.int32), axis=1) > 0
 
 
 @triton.jit
@@ -164,6 +182,12 @@ def dot(left, right, sums):
     else:
         product = tl.dot(left, right, sums)
     return product
+
+
+@triton.jit
+def load_zero(pointers, mask, DTYPE: tl.constexpr):
+    """Stored zeros -> fp32; ``pointers`` to int16."""
+    return widen(tl.load(pointers, mask=mask, other=0).to(DTYPE, bitcast=True))
 
 
 @triton.jit
@@ -256,3 +280,21 @@ def call_columns(block, num_columns, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
 def partial_rows(row, head, column, member, num_columns, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr):
     """Rows of the partial outputs, [B * Hq * T]."""
     return ((row * NUM_HEADS + head) * GROUP + member) * num_columns + column
+
+
+@triton.jit
+def pages_of_split(length, split, num_splits, SINK: tl.constexpr, VALUE_WINDOW: tl.constexpr, RAW_VALUES: tl.constexpr):
+    """The pages of a row that a split takes: of those packed in K and V, or with RAW_VALUES of those packed in K alone."""
+    first_page = 0
+    last_page = sealed_pages(length, SINK + VALUE_WINDOW)
+    if RAW_VALUES:
+        first_page = last_page
+        last_page = sealed_pages(length, SINK)
+    num_pages = last_page - first_page
+    return first_page + split * num_pages // num_splits, first_page + (split + 1) * num_pages // num_splits
+
+
+@triton.jit
+def softcapped(scores, score_cap):
+    """``score_cap * tanh(scores)``; the exponential may overflow to infinity, which gives 1."""
+    return score_cap - 2.0 * score_cap / (tl.exp2(scores * 2.8853900817779268) + 1.0)

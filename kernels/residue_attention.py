@@ -7,12 +7,11 @@ programs) and prefill of any length (one program walks all tokens up to its colu
 import triton
 import triton.language as tl
 
-from kitty_compile.kernels.decode_attention import attend_page_range, softcapped
+from kitty_compile.kernels.decode_attention import attend_page_range
+from kitty_compile.kernels.prefill_attention import softmax_result, softmax_step
 from kitty_compile.kernels.primitives import (
     PAGE_SIZE,
     call_columns,
-    dot,
-    narrow,
     new_column,
     new_count,
     partial_rows,
@@ -77,20 +76,11 @@ def _attend_raw_range(
         )
         keys = tl.load(key_rows[:, None] + key_channels[None, :], mask=is_valid[:, None] & in_key, other=0.0)
         values = tl.load(value_rows[:, None] + value_channels[None, :], mask=is_valid[:, None] & in_value, other=0.0)
-        scores = dot(query, tl.trans(keys), tl.zeros([COLUMNS, TOKENS], tl.float32)) * score_scale
-        if HAS_SOFTCAP:
-            scores = softcapped(scores, score_cap)
         visible = is_valid[None, :] & (tl.where(is_own, column, -1)[None, :] <= query_column[:, None])
-        scores = tl.where(visible, scores, -float("inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = tl.exp2(scores - base[:, None])
-        alpha = tl.exp2(running_max - base)
-        running_max = new_max
-        total = total * alpha + tl.sum(weights, axis=1)
-        accumulator = dot(narrow(weights, values.dtype), values, accumulator * alpha[:, None])
-    total = tl.where(total > 0.0, total, 1.0)
-    return accumulator * (1.0 / total)[:, None], running_max + tl.log2(total)
+        running_max, total, accumulator = softmax_step(
+            query, tl.trans(keys), values, visible, running_max, total, accumulator, score_scale, score_cap, HAS_SOFTCAP
+        )
+    return softmax_result(running_max, total, accumulator)
 
 
 @triton.jit(do_not_specialize=["table_stride", "first_column", "num_columns", "num_new", "num_raw_parts", "num_parts", "first_part"])

@@ -255,7 +255,7 @@ def seal_pages_kernel(
         if page_index < sealed_pages(total, SINK):
             raw_ptr = raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM)
             new_ptr = key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head
-            token = SINK + page_index * PAGE_SIZE + tokens
+            token = page_index * PAGE_SIZE + SINK + tokens
             column = new_column(columns, token - length, token >= length)
             rows = token_pointers(raw_ptr, KEY_DIM, new_ptr, key_stride_column, token, column, length, SINK, KEY_RING)
             page = tl.load(table_ptr + row * table_stride + page_index).to(tl.int64)
@@ -269,7 +269,7 @@ def seal_pages_kernel(
         if page_index < sealed_pages(total, SINK + VALUE_WINDOW):
             raw_ptr = raw_value_ptr + (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
             new_ptr = value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head
-            token = SINK + page_index * PAGE_SIZE + tokens
+            token = page_index * PAGE_SIZE + SINK + tokens
             column = new_column(columns, token - length, token >= length)
             rows = token_pointers(raw_ptr, VALUE_DIM, new_ptr, value_stride_column, token, column, length, SINK, VALUE_RING)
             page = tl.load(table_ptr + row * table_stride + page_index).to(tl.int64)

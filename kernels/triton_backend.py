@@ -13,6 +13,7 @@ from kitty_compile.kernels.decode_attention import attend_pages_kernel
 from kitty_compile.kernels.dequantize_pages import copy_pages_kernel, dequantize_keys_kernel, dequantize_values_kernel
 from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout, RawLayout
 from kitty_compile.kernels.merge_splits import LOG2_E, merge_splits_kernel
+from kitty_compile.kernels.prefill_attention import prefill_pages_kernel
 from kitty_compile.kernels.residue_attention import attend_residue_kernel
 from kitty_compile.kernels.seal_page import seal_pages_kernel
 
@@ -36,10 +37,9 @@ _CHUNK_COLUMNS = 64
 class _Shape(NamedTuple):
     """How the query columns of one KV head are dealt to programs."""
 
-    columns: int  # of a program of the page kernel
-    warps: int  # of that program
+    columns: int  # of a program
+    warps: int  # of a program of the page kernels
     rows: int  # columns of a residue program, padded to what a tensor core takes
-    residue_columns: int
     residue_warps: int
     tokens: int  # of a residue program's step
     is_decode: bool
@@ -159,13 +159,18 @@ class _Call(NamedTuple):
     ) -> None:
         batch, num_heads = self.key.shape[:2]
         blocks = triton.cdiv(query.shape[2] * self.group, shape.columns)
-        has_raw_pages = raw_values or self.layout.key.is_raw or self.layout.value.is_raw
-        attend_pages_kernel[(splits * blocks, num_heads, batch)](
+        constants = {**self.common_constants(), **page_constants(self.layout)}
+        if shape.is_decode:
+            has_raw_pages = raw_values or self.layout.key.is_raw or self.layout.value.is_raw
+            kernel, stages = attend_pages_kernel, 1 if has_raw_pages else 3
+        else:
+            kernel, stages = prefill_pages_kernel, 2
+            constants["NUM_BOOSTED"] = self.layout.key.num_boosted
+        kernel[(splits * blocks, num_heads, batch)](
             query, self.state.key_pages, self.state.value_pages, self.state.raw_value, self.state.page_table,
             self.state.lengths, partial, lse, *query.stride()[:3], self.state.page_table.stride(0),
             query.shape[2], splits, partial.shape[1], first_part, *self.score_factors,
-            **self.common_constants(), **page_constants(self.layout), RAW_VALUES=raw_values,
-            COLUMNS=shape.columns, STAGES=1 if has_raw_pages else 3, num_warps=shape.warps,
+            **constants, RAW_VALUES=raw_values, COLUMNS=shape.columns, STAGES=stages, num_warps=shape.warps,
         )  # fmt: skip
 
     def launch_residue(
@@ -180,7 +185,7 @@ class _Call(NamedTuple):
     ) -> None:
         batch, num_heads, num_new, _ = self.key.shape
         mixed = self.raw.max_mixed_pages if shape.is_decode and self.has_pages else 0
-        blocks = triton.cdiv(query.shape[2] * self.group, shape.residue_columns)
+        blocks = triton.cdiv(query.shape[2] * self.group, shape.columns)
         attend_residue_kernel[((raw_parts + mixed) * blocks, num_heads, batch)](
             query, self.key, self.value, self.state.key_pages, self.state.raw_key, self.state.raw_value,
             self.state.page_table, self.state.lengths, self.counts, self.columns, partial, lse,
@@ -188,7 +193,7 @@ class _Call(NamedTuple):
             first_column, query.shape[2], num_new, raw_parts, partial.shape[1], first_part, *self.score_factors,
             **self.common_constants(), **key_constants(self.layout), **_blocks(self.layout),
             VALUE_DIM=self.layout.value_dim, KEY_RING=self.raw.key_ring, IS_EMPTY=self.is_empty, MIXED_PAGES=mixed,
-            COLUMNS=shape.residue_columns, ROWS=shape.rows, PART_TOKENS=_PART_TOKENS, TOKENS=shape.tokens, STAGES=2,
+            COLUMNS=shape.columns, ROWS=shape.rows, PART_TOKENS=_PART_TOKENS, TOKENS=shape.tokens, STAGES=2,
             num_warps=shape.residue_warps,
         )  # fmt: skip
 
@@ -204,13 +209,14 @@ class _Call(NamedTuple):
 
 
 def program_shape(num_pairs: int, layout: PageLayout) -> _Shape:
-    """``num_pairs`` = new columns times the GQA group. Decode takes one block of columns, and one warp, which reads packed
-    words straight into a tensor core's operand; longer calls take wider blocks, so that they unpack less often."""
+    """``num_pairs`` = new columns times the GQA group. Decode takes one block of columns and one warp, which reads packed
+    words straight into a tensor core's operand; longer calls take wide blocks, so that they unpack less often."""
     is_wide = max(layout.key_dim, layout.value_dim) > 128
     if num_pairs <= 16:
         columns = 8 if num_pairs <= 8 else 16
-        return _Shape(columns, 1, 16, columns, 2 if is_wide else 1, 16, True)
-    return _Shape(32, 4 if is_wide else 2, 64, 64, 4, 32 if is_wide else 64, False)
+        return _Shape(columns, 1, 16, 2 if is_wide else 1, 16, True)
+    columns = 64 if num_pairs <= 64 or is_wide else 128
+    return _Shape(columns, 8 if is_wide else columns // 16, columns, columns // 16, 32 if is_wide else 64, False)
 
 
 @functools.lru_cache(maxsize=4096)

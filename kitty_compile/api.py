@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kitty_compile import attention, generation, hooks, support
 from kitty_compile.config import KittyConfig, resolve_config
+from kitty_compile.decode_graph import DecodeGraph
 from kitty_compile.hooks import ATTACHMENT
 from kitty_compile.layers import LayerPlan
 from kitty_compile.reporting import report
@@ -27,7 +28,7 @@ def apply(model: Model, config: KittyConfig | str | None = None, *, compile: str
     Args:
         model: a transformers causal language model; changed in place.
         config: a ``KittyConfig``, a preset's name, or None for "kitty".
-        compile: "auto" or False; both run eagerly for now.
+        compile: "auto" runs decode steps on a CUDA device as one CUDA graph, False never does.
 
     Returns:
         The same model.
@@ -36,14 +37,14 @@ def apply(model: Model, config: KittyConfig | str | None = None, *, compile: str
         TypeError, ValueError: the model or an argument cannot be served, with the reason.
     """
     if compile is not False and compile != "auto":
-        raise ValueError(f'compile must be "auto" or False, compiled execution is not available yet, got {compile!r}')
+        raise ValueError(f'compile must be "auto" or False, got {compile!r}')
     resolved = resolve_config(config)
     checked = _checked(model)
     plans = tuple(support.layer_plans(checked.config))
     unknown = [layer for layer in resolved.skip_layers if layer >= len(plans)]
     if unknown:
         raise ValueError(f"skip_layers must name layers of the model (0 to {len(plans) - 1}), got {unknown}")
-    _attach(checked, resolved, plans)
+    _attach(checked, resolved, plans, graphed=compile == "auto")
     _log(checked)
     return model
 
@@ -55,7 +56,7 @@ def remove(model: Model) -> Model:
     attachment: hooks.Attachment = vars(model).pop(ATTACHMENT)
     for handle in attachment.handles:
         handle.remove()
-    for name in ("_prepare_cache_for_generation", *generation.CONTINUOUS_BATCHING_METHODS):
+    for name in ("forward", "_prepare_cache_for_generation", *generation.CONTINUOUS_BATCHING_METHODS):
         vars(model).pop(name, None)
     if model.config._attn_implementation == attachment.implementation:
         model.config._attn_implementation_internal = attachment.original
@@ -75,7 +76,7 @@ def _checked(model: torch.nn.Module) -> PreTrainedModel:
     return model
 
 
-def _attach(model: PreTrainedModel, config: KittyConfig, plans: tuple[LayerPlan, ...]) -> None:
+def _attach(model: PreTrainedModel, config: KittyConfig, plans: tuple[LayerPlan, ...], *, graphed: bool) -> None:
     decoder = model.get_decoder()
     original = model.config._attn_implementation
     attachment = hooks.Attachment(
@@ -95,6 +96,8 @@ def _attach(model: PreTrainedModel, config: KittyConfig, plans: tuple[LayerPlan,
         generation.CONTINUOUS_BATCHING_METHODS, generation.refuse_continuous_batching
     )
     overrides["_prepare_cache_for_generation"] = functools.partial(generation.prepare_cache, model)
+    if graphed:
+        overrides["forward"] = DecodeGraph(model, attachment)
     vars(model).update(overrides)
     # The internal name, as transformers' own set_attn_implementation does: the public one would also be saved.
     model.config._attn_implementation_internal = attachment.implementation

@@ -54,12 +54,16 @@ class CallMask:
 
 @dataclasses.dataclass
 class ActiveCall:
-    """The forward that is running on a KittyCache; at most one layer's keys and values wait in ``staged``."""
+    """The forward that is running on a KittyCache; at most one layer's keys and values wait in ``staged``.
+
+    ``is_prepared``: whoever runs the forward has opened the call, the decoder's hook shall not.
+    """
 
     cache: "KittyCache"
     config: PreTrainedConfig
     decoder: torch.nn.Module
     previous: "ActiveCall | None"
+    is_prepared: bool = False
     num_served: int = 0
     staged: tuple[int, torch.Tensor, torch.Tensor] | None = None
 

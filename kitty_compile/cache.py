@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from kitty_compile.checks import check_key_and_value, check_query
 from kitty_compile.columns import Call, ColumnMap
 from kitty_compile.config import KittyConfig
 from kitty_compile.kernels.layout import RawLayout
-from kitty_compile.layers import SUPPORTED_DTYPES, LayerPlan, PagedLayer, SlidingLayer
+from kitty_compile.layers import LayerPlan, PagedLayer, SlidingLayer, geometry
 from kitty_compile.pages import PageTable
 
 # Without max_length the pools grow by a quarter, and by at least this many pages a row.
@@ -75,18 +76,20 @@ class PagedCache:
         """
         start = self.layers[0].columns
         if any(layer.columns != start for layer in self.layers):
-            raise ValueError("the cache must be whole, but a forward stopped half way: call crop(0) to drop what it left")
+            raise ValueError("the cache must be whole, but a forward stopped half way: crop it to where it was")
         if self.max_length is not None and start + num_columns > self.max_length:
             raise ValueError(f"columns must not exceed max_length={self.max_length}, got {start} + {num_columns}")
         real = self._map.own_columns(attention_mask, start, num_columns)
         batch = self.batch_size
         if real is not None and batch > 0 and start > 0 and real.shape[0] != batch:
             raise ValueError(f"attention_mask must have {batch} rows, got {real.shape[0]}")
+        self.abort_call()
         call = Call.of(num_columns, start, real)
         self._reserve(start + num_columns)
+        if start == 0:
+            self._map = ColumnMap()
         self._map.write(call)
-        self._call, self._served = call, set()
-        self._high_columns = max(self._high_columns, start + num_columns)
+        self._call = call
         self._debt_before = self._rollback_debt
         if real is None:
             self._rollback_debt = max(self._rollback_debt - num_columns, 0)
@@ -116,22 +119,29 @@ class PagedCache:
         Returns:
             [B, Hq, T, Dv]. Columns that hold no token come out finite and meaningless.
         """
-        call = self._serve(key, value, layer)
-        if query.shape[1] % key.shape[1]:
-            raise ValueError(f"query heads must be a multiple of the {key.shape[1]} KV heads, got {query.shape[1]}")
+        call = self._serve(key, value, layer, query)
         return self.layers[layer].attend(query, key, value, call, scale, softcap or 0.0, sinks)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The materialising form: takes the layer's new K and V [B, Hkv, T, D], returns those of all columns, dequantised.
 
-        A forward begins by itself at the first layer that is stored twice, with the mask of :meth:`set_padding`.
+        A forward begins by itself, with the mask of :meth:`set_padding`, and ends when every layer was served.
         """
-        if self._call is None or layer in self._served:
+        is_first = self._call is None or layer in self._served
+        if is_first:
             self.begin_call(key.shape[2], self._padding)
-            self._padding = None
-        call = self._serve(key, value, layer)
+        try:
+            call = self._serve(key, value, layer)
+        except (TypeError, ValueError):
+            if is_first:
+                self.abort_call()
+            raise
+        self._padding = None
         real = None if self._map.real is None else self._map.real[:, : call.start]
-        return self.layers[layer].store(key, value, call, real)
+        stored = self.layers[layer].store(key, value, call, real)
+        if len(self._served) == len(self.layers):
+            self._close_call()
+        return stored
 
     def end_call(self) -> None:
         """Close the forward.
@@ -172,17 +182,23 @@ class PagedCache:
             layer.columns = call.start
         self.use_call(call)
 
-    def _serve(self, key: torch.Tensor, value: torch.Tensor, index: int) -> Call:
+    def _serve(self, key: torch.Tensor, value: torch.Tensor, index: int, query: torch.Tensor | None = None) -> Call:
         if not 0 <= index < len(self.layers):
             raise ValueError(f"layer must be below {len(self.layers)}, got {index}")
         call, layer = self._call, self.layers[index]
         if call is None or index in self._served:
             raise RuntimeError(f"layer {index} must be served once between begin_call and end_call")
-        self._check_tensors(key, value, call)
+        check_key_and_value(key, value, call)
+        if query is not None:
+            check_query(query, key)
         batch = key.shape[0]
-        if layer.is_initialized and self.batch_size != batch:
-            if call.start:
-                raise ValueError(f"batch must stay {self.batch_size} while the cache holds tokens, got {batch}")
+        is_used = call.start > 0 or bool(self._served)
+        if is_used and self.batch_size != batch:
+            raise ValueError(f"batch must stay {self.batch_size} while the cache holds tokens, got {batch}")
+        found = geometry(key, value)
+        if is_used and layer.is_initialized and layer.geometry != found:
+            raise ValueError(f"key and value must stay {layer.geometry} while the cache holds tokens, got {found}")
+        if self.batch_size not in (-1, batch) or (layer.is_initialized and layer.geometry != found):
             self._release()
         if self._table.table.shape[0] != batch and self._paged:
             pages = self._raw.pages_for(self.max_length or call.num_columns)
@@ -193,19 +209,6 @@ class PagedCache:
             self.epoch += 1
         self._served.add(index)
         return call
-
-    def _check_tensors(self, key: torch.Tensor, value: torch.Tensor, call: Call) -> None:
-        if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
-            raise ValueError(
-                "key and value must have the shape [batch, KV heads, columns, head_dim] with equal first three sizes, "
-                f"got {list(key.shape)} and {list(value.shape)}"
-            )
-        if key.shape[2] != call.num_columns:
-            raise ValueError(f"key must have the call's {call.num_columns} columns, got {key.shape[2]}")
-        if key.dtype not in SUPPORTED_DTYPES or value.dtype != key.dtype:
-            raise TypeError(f"key and value must be both float16, bfloat16 or float32, got {key.dtype} and {value.dtype}")
-        if call.real is not None and call.real.shape[0] != key.shape[0]:
-            raise ValueError(f"attention_mask must have {key.shape[0]} rows, got {call.real.shape[0]}")
 
     def _reserve(self, columns: int) -> None:
         """Grow the pools until every row has the pages that ``columns`` columns can come to need."""
@@ -241,11 +244,14 @@ class PagedCache:
             return
         self.abort_call()
         debt = self._rollback_debt + most - columns
+        self._high_columns = max(self._high_columns, most)
         self._check_sliding(columns)
         for layer in self.layers:
+            if not layer.is_initialized:
+                continue
             if isinstance(layer, SlidingLayer):
                 layer.set_columns(columns)
-            elif layer.is_initialized:
+            else:
                 lengths = self._tokens_in(columns, layer.lengths)
                 if debt > self.config.rollback_window:
                     layer.refill(lengths)
@@ -272,7 +278,9 @@ class PagedCache:
     def reorder(self, index: torch.Tensor) -> None:
         """Row i becomes what row ``index[i]`` was; i64 [B'], B' may differ from B. Sealed pages are shared, not copied."""
         if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32) or index.numel() == 0:
-            raise ValueError(f"index must be a 1-D integer tensor with at least one row, got {index.dtype} {list(index.shape)}")
+            raise ValueError(
+                f"index must be a 1-D integer tensor with at least one row, got {index.dtype} {list(index.shape)}"
+            )
         if not any(layer.is_initialized for layer in self.layers):
             return
         self.epoch += index.numel() != self.batch_size
@@ -295,13 +303,16 @@ class PagedCache:
 
     def select(self, index: torch.Tensor) -> None:
         """Keep the rows of ``index`` (integers, or a bool per row)."""
+        if index.dtype == torch.bool and index.numel() != self.batch_size > 0:
+            raise ValueError(f"index must have an entry per row, {self.batch_size}, got {index.numel()}")
         self.reorder(torch.nonzero(index).flatten() if index.dtype == torch.bool else index)
 
     def free(self, rows: Sequence[int] | torch.Tensor) -> None:
-        """Empty these rows: their pages become free, their columns so far hold no token."""
+        """Empty these rows (integers, or a bool per row): their pages become free, their columns so far hold no token."""
         if self.batch_size < 1:
             return
-        rows = torch.as_tensor(rows, dtype=torch.int64, device=self.device)
+        rows = torch.as_tensor(rows, device=self.device)
+        rows = torch.nonzero(rows).flatten() if rows.dtype == torch.bool else rows.long()
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
             raise ValueError(f"rows must be between 0 and {self.batch_size - 1}, got {rows.tolist()}")
         for layer in self.layers:

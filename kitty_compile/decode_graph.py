@@ -78,8 +78,8 @@ class DecodeGraph:
         step = self._step(args, kwargs)
         if step is None:
             return type(self.model).forward(self.model, *args, **kwargs)
-        hooks.check_call(self.attachment, self.model.get_decoder(), step.cache, step.attention_mask)
-        call = step.cache.begin_call(1, step.attention_mask)
+        hooks.check_call(self.attachment, self.model.get_decoder(), step.cache)
+        call = hooks.begin_call(self.attachment, step.cache, step.attention_mask, step.input_ids)
         key = step.key(call)
         if self.captured is None or self.captured.key != key or self.captured.cache() is not step.cache:
             self.captured = None

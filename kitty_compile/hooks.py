@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kitty_compile.attention import ActiveCall, active_call, set_active_call
+from kitty_compile.columns import Call
 from kitty_compile.config import KittyConfig
 from kitty_compile.huggingface import KittyCache
 from kitty_compile.layers import LayerPlan
@@ -49,7 +50,10 @@ def before_forward(
     attachment: Attachment, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Pre-hook of the decoder: find or make the KittyCache and open the call."""
-    _drop_stale_call(decoder)
+    running = active_call()
+    if running is not None and running.decoder is decoder and running.is_prepared:
+        return None
+    drop_call(decoder)
     arguments = dict(zip(attachment.parameters, args, strict=False)) | kwargs
     inputs = arguments.get("input_ids")
     if inputs is None:
@@ -95,6 +99,15 @@ def _open_call(
     arguments: dict[str, Any],
     inputs: torch.Tensor,
 ) -> None:
+    check_call(attachment, decoder, cache)
+    if arguments.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
+        raise ValueError("output_attentions must be False with a KittyCache, which never forms them, got True")
+    begin_call(attachment, cache, arguments.get("attention_mask"), inputs)
+    set_active_call(ActiveCall(cache, decoder.config, decoder, active_call()))
+
+
+def check_call(attachment: Attachment, decoder: PreTrainedModel, cache: KittyCache) -> None:
+    """Raise a ValueError when ``cache`` or the decoder are no longer what was applied."""
     if cache.plans != attachment.plans or cache.config != attachment.config:
         raise ValueError(
             f"the KittyCache must match what was applied to the model ({attachment.config}), got one of {cache.config} "
@@ -105,9 +118,10 @@ def _open_call(
             f"the attention implementation must stay {attachment.implementation!r} while a KittyCache is applied, got "
             f"{decoder.config._attn_implementation!r}: call kitty_compile.remove(model) first"
         )
-    if arguments.get("output_attentions") or getattr(decoder.config, "output_attentions", False):
-        raise ValueError("output_attentions must be False with a KittyCache, which never forms them, got True")
-    mask = arguments.get("attention_mask")
+
+
+def begin_call(attachment: Attachment, cache: KittyCache, mask: object, inputs: torch.Tensor) -> Call:
+    """The host's part of a forward: check the mask and begin the cache's call."""
     if mask is not None:
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             shape = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
@@ -115,13 +129,12 @@ def _open_call(
         mask = mask.to(inputs.device)
     if cache.is_bounded_by_generate and cache.get_seq_length() + inputs.shape[1] > (cache.max_length or 0):
         cache.max_length = None
-    cache.begin_call(inputs.shape[1], mask)
     attachment.latest_cache = weakref.ref(cache)
-    set_active_call(ActiveCall(cache, decoder.config, decoder, active_call()))
+    return cache.begin_call(inputs.shape[1], mask)
 
 
-def _drop_stale_call(decoder: torch.nn.Module) -> None:
-    # Post-hooks do not run after a KeyboardInterrupt: the next forward of the same decoder cleans up.
+def drop_call(decoder: torch.nn.Module) -> None:
+    """Close a call that an interrupt has left open: post-hooks do not run after a KeyboardInterrupt."""
     call = active_call()
     if call is not None and call.decoder is decoder:
         set_active_call(call.previous)

@@ -1,7 +1,7 @@
 """The device state of one attention layer: 2-bit pages with raw edges, or a kept raw ring for a sliding window."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -11,7 +11,20 @@ from kitty_compile.kernels import attend_window, ops
 from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout, RawLayout
 from kitty_compile.pages import PageTable
 
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+class Geometry(NamedTuple):
+    """What the keys and values of a layer have in common from forward to forward."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def geometry(key: torch.Tensor, value: torch.Tensor) -> Geometry:
+    """Of [B, Hkv, n, D] tensors."""
+    return Geometry(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +78,10 @@ class PagedLayer:
     @property
     def device(self) -> torch.device:
         return self.lengths.device
+
+    @property
+    def geometry(self) -> Geometry:
+        return geometry(self._tensors["raw_key"], self._tensors["raw_value"])
 
     @property
     def elements_per_token(self) -> int:
@@ -267,12 +284,16 @@ class SlidingLayer:
         return self._tensors["key"].device
 
     @property
+    def geometry(self) -> Geometry:
+        return geometry(self._tensors["key"], self._tensors["value"])
+
+    @property
     def elements_per_token(self) -> int:
         """K and V elements of one token in this layer."""
         if not self._tensors:
             return 0
-        key, value = self._tensors["key"], self._tensors["value"]
-        return key.shape[1] * (key.shape[3] + value.shape[3])
+        found = self.geometry
+        return found.num_kv_heads * (found.key_dim + found.value_dim)
 
     def initialize(self, key: torch.Tensor, value: torch.Tensor) -> None:
         batch, heads = key.shape[:2]

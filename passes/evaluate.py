@@ -1,5 +1,6 @@
 """Run a part of a graph on concrete inputs, whatever device and sizes it was captured for."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kitty_compile.passes.nodes import NoMatchError, constant_of, op_name, value_of, writers
+from kitty_compile.passes.nodes import NoMatchError, arguments, constant_of, op_name, value_of, writers, written_nodes
 
 # Operators that take a tensor for its sizes and dtype alone, and which argument that is.
 _READS_METADATA = {
@@ -23,11 +24,37 @@ _READS_METADATA = {
     "expand_as": 1,
     "view_as": 1,
 }
+# Arguments that hold sizes or bounds, where a graph of fixed sizes has literals.
+_SIZE_ARGUMENTS = frozenset({"size", "sizes", "shape", "start", "end", "length", "pad", "repeats"})
+_OPERAND_ARGUMENTS = frozenset({"self", "other", "min", "max", "value", "fill_value"})
 _MAX_NODES = 2000
 _SMALL = 16
 
-Symbols = Mapping[str, int]
 Override = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a run differs from the traced call.
+
+    Attributes:
+        symbols: values of size symbols, by name; all of them, or none.
+        resize: replacements of literal sizes, for graphs without symbols.
+        overrides: what to make of the results of some nodes before others read them.
+        clamp_index: bring indices of ``aten.index`` into range, for positions that lie outside.
+    """
+
+    symbols: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    resize: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    overrides: Mapping[fx.Node, Override] = dataclasses.field(default_factory=dict)
+    clamp_index: bool = False
+
+    def size(self, size: Any) -> int:
+        """The concrete value of a size of the graph."""
+        return int(concrete(size, self)) if not isinstance(size, int) else self.resize.get(size, size)
+
+
+AS_TRACED = Setting()
 
 
 class Subgraph:
@@ -37,26 +64,27 @@ class Subgraph:
         roots: the wanted nodes.
         nodes: the calls to run, in graph order.
         inputs: tensors that come from outside and are no constants.
+
+    Args:
+        reader: the call that reads the roots; writes after it do not count.
     """
 
-    def __init__(self, roots: Sequence[fx.Node], order: dict[fx.Node, int]) -> None:
+    def __init__(self, roots: Sequence[fx.Node], order: dict[fx.Node, int], reader: fx.Node) -> None:
         self.roots = tuple(roots)
-        last = max(roots, key=order.__getitem__)
         self._needed: set[fx.Node] = set()
-        self._has_writes = False
         queue = list(roots)
         while queue:
             self._collect(queue)
             queue = [
                 writer
                 for node in self._needed
-                for writer in writers(node, order, before=last)
+                for writer in writers(node, order, before=reader)
                 if writer not in self._needed
             ]
-            self._has_writes |= bool(queue)
         ordered = sorted(self._needed, key=order.__getitem__)
         self.nodes = tuple(node for node in ordered if node.op == "call_function")
         self.inputs = tuple(node for node in ordered if node.op == "placeholder" and constant_of(node) is None)
+        self._has_writes = any(written_nodes(node) for node in self.nodes)
 
     def _collect(self, queue: list[fx.Node]) -> None:
         while queue:
@@ -71,65 +99,42 @@ class Subgraph:
     def integers(self) -> set[int]:
         """Every integer constant of the subgraph, and every size or number that reaches it in the traced call."""
         found: set[int] = set()
-
-        def visit(value: Any) -> Any:
-            if isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
-                found.add(abs(int(value)))
-            return value
-
         for node in self.nodes:
-            fx.node.map_aggregate((node.args, node.kwargs), visit)
-            for operand in node.all_input_nodes:
-                value = value_of(operand)
-                if isinstance(value, torch.SymInt) and value.node.hint is not None:
-                    found.add(abs(int(value.node.hint)))
-                constant = constant_of(operand)
-                if constant is not None and constant.numel() <= _SMALL:
-                    fx.node.map_aggregate(constant.tolist(), visit)
-        return {value for value in found if value < 2**31}
+            _collect_integers((node.args, node.kwargs), found)
+        return found
 
-    def run(
-        self,
-        inputs: Mapping[fx.Node, torch.Tensor],
-        symbols: Symbols | None = None,
-        overrides: Mapping[fx.Node, Override] | None = None,
-        clamp_index: bool = False,
-    ) -> list[torch.Tensor]:
-        """The roots' values.
+    def operands(self) -> set[int]:
+        """The integers among them that columns are compared with or moved by, no sizes and no fill values."""
+        found: set[int] = set()
+        for node in self.nodes:
+            for name, value in arguments(node).items() if isinstance(node.target, torch._ops.OpOverload) else ():
+                is_fill = isinstance(value, float) and value < 0
+                if name == "diagonal" or (name in _OPERAND_ARGUMENTS and not is_fill):
+                    _collect_integers(value, found)
+        return found
 
-        Args:
-            inputs: a tensor for each of ``self.inputs``.
-            symbols: values of size symbols, by name; None: those of the traced call.
-            overrides: what to make of the results of some nodes before others read them.
-            clamp_index: bring indices of ``aten.index`` into range, for positions that lie outside.
-        """
+    def constants(self) -> list[torch.Tensor]:
+        """The parameters, buffers and lifted constants that are read."""
+        found = (constant_of(node) for node in self._needed)
+        return [tensor for tensor in found if tensor is not None]
+
+    def run(self, inputs: Mapping[fx.Node, torch.Tensor], setting: Setting = AS_TRACED) -> list[torch.Tensor]:
+        """The roots' values, given a tensor for each of ``self.inputs``."""
         results: dict[fx.Node, Any] = {}
 
         def load(node: fx.Node) -> Any:
             if node not in results:
-                results[node] = self._leaf(node, inputs, symbols)
+                results[node] = self._leaf(node, inputs, setting)
             return results[node]
 
         with unset_fake_temporarily(), torch.no_grad():
             for node in self.nodes:
-                skipped = _metadata_operands(node)
-                args, kwargs = fx.node.map_arg(
-                    (node.args, node.kwargs),
-                    lambda operand, skipped=skipped: _stand_in(operand, symbols) if operand in skipped else load(operand),
-                )
-                args, kwargs = fx.node.map_aggregate((args, kwargs), _on_cpu)
-                if clamp_index and op_name(node) == "index":
-                    args = (args[0], _clamped(args[0], args[1]))
-                assert callable(node.target)
-                result = node.target(*args, **kwargs)
-                if overrides and node in overrides:
-                    result = overrides[node](result)
-                results[node] = result
+                results[node] = _call(node, load, setting)
             return [load(root) for root in self.roots]
 
-    def _leaf(self, node: fx.Node, inputs: Mapping[fx.Node, torch.Tensor], symbols: Symbols | None) -> Any:
+    def _leaf(self, node: fx.Node, inputs: Mapping[fx.Node, torch.Tensor], setting: Setting) -> Any:
         if _is_number(node):
-            return concrete(value_of(node), symbols)
+            return concrete(value_of(node), setting)
         if node in inputs:
             return inputs[node].clone() if self._has_writes else inputs[node]
         constant = constant_of(node)
@@ -141,6 +146,44 @@ class Subgraph:
         return value.clone() if self._has_writes else value
 
 
+def _call(node: fx.Node, load: Callable[[fx.Node], Any], setting: Setting) -> Any:
+    skipped = _metadata_operands(node)
+
+    def argument(operand: fx.Node) -> Any:
+        return _stand_in(operand, setting) if operand in skipped else load(operand)
+
+    args, kwargs = _resized(node, setting) if setting.resize else (node.args, node.kwargs)
+    args, kwargs = fx.node.map_arg((args, kwargs), argument)
+    args, kwargs = fx.node.map_aggregate((args, kwargs), _on_cpu)
+    if setting.clamp_index and op_name(node) == "index":
+        args = (args[0], _clamped(args[0], args[1]))
+    assert callable(node.target)
+    result = node.target(*args, **kwargs)
+    override = setting.overrides.get(node)
+    return result if override is None else override(result)
+
+
+def _resized(node: fx.Node, setting: Setting) -> tuple[Any, Any]:
+    """The arguments of a call with literal sizes replaced."""
+
+    def replace(value: Any) -> Any:
+        is_size = isinstance(value, int) and not isinstance(value, bool)
+        return setting.resize.get(value, value) if is_size else value
+
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.args, node.kwargs
+    names = [argument.name for argument in node.target._schema.arguments]
+    args = tuple(
+        fx.node.map_aggregate(value, replace) if name in _SIZE_ARGUMENTS else value
+        for name, value in zip(names, node.args, strict=False)
+    )
+    kwargs = {
+        name: fx.node.map_aggregate(value, replace) if name in _SIZE_ARGUMENTS else value
+        for name, value in node.kwargs.items()
+    }
+    return args, kwargs
+
+
 def number_of(node: object, order: dict[fx.Node, int]) -> float | None:
     """The number that an argument is in the traced call: a literal, a symbol's value, or computed from constants alone."""
     if isinstance(node, bool):
@@ -150,31 +193,31 @@ def number_of(node: object, order: dict[fx.Node, int]) -> float | None:
     if not isinstance(node, fx.Node):
         return None
     if _is_number(node):
-        return float(concrete(value_of(node), None))
+        return float(concrete(value_of(node), AS_TRACED))
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dtype == torch.bool:
         return None
     try:
-        subgraph = Subgraph([node], order)
+        subgraph = Subgraph([node], order, reader=node)
         return None if subgraph.inputs else float(subgraph.run({})[0])
     except NoMatchError:
         return None
 
 
-def concrete(value: Any, symbols: Symbols | None) -> Any:
+def concrete(value: Any, setting: Setting) -> Any:
     """A Python number for a symbolic one."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
     kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
-    if not symbols:
+    if not setting.symbols:
         if value.node.hint is None:
             raise NoMatchError("a size depends on data")
         return kind(value.node.hint)
     expression = value.node.expr
-    free = {symbol: symbols[str(symbol)] for symbol in expression.free_symbols if str(symbol) in symbols}
-    if len(free) < len(expression.free_symbols):
+    known = {symbol: setting.symbols.get(str(symbol)) for symbol in expression.free_symbols}
+    if None in known.values():
         raise NoMatchError(f"the size {expression} has no known value")
-    return kind(expression.subs(free))
+    return kind(expression.subs(known))
 
 
 def symbol_hints(values: Iterable[Any]) -> dict[str, int]:
@@ -185,6 +228,23 @@ def symbol_hints(values: Iterable[Any]) -> dict[str, int]:
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
                 hints[str(size.node.expr)] = int(size.node.hint)
     return hints
+
+
+def _collect_integers(value: Any, found: set[int]) -> None:
+    """Add the magnitudes of all integers in an argument, through symbols and small constant tensors."""
+
+    def visit(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            constant, symbol = constant_of(item), value_of(item)
+            if isinstance(symbol, torch.SymInt) and symbol.node.hint is not None:
+                visit(int(symbol.node.hint))
+            elif constant is not None and constant.numel() <= _SMALL:
+                fx.node.map_aggregate(constant.tolist(), visit)
+        elif isinstance(item, int | float) and not isinstance(item, bool) and item == item // 1 and abs(item) < 2**31:
+            found.add(abs(int(item)))
+        return item
+
+    fx.node.map_aggregate(value, visit)
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -200,9 +260,9 @@ def _metadata_operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return (operand,)
 
 
-def _stand_in(node: fx.Node, symbols: Symbols | None) -> torch.Tensor:
+def _stand_in(node: fx.Node, setting: Setting) -> torch.Tensor:
     value = value_of(node)
-    return torch.empty([concrete(size, symbols) for size in value.shape], dtype=value.dtype)
+    return torch.empty([setting.size(size) for size in value.shape], dtype=value.dtype)
 
 
 def _on_cpu(value: Any) -> Any:

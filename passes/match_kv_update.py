@@ -11,6 +11,7 @@ Before (what the model wrote)                         Record
 import dataclasses
 from typing import Literal, cast
 
+import torch
 from torch import fx
 
 from kitty_compile.passes.nodes import (
@@ -120,6 +121,8 @@ def _match_cat(full: fx.Node, columns_dim: int) -> _Side:
     if len(parts) != 2:
         raise NoMatchError(f"{full} joins {len(parts)} tensors, a cache update joins two")
     past, new = parts
+    if isinstance(constant_of(_past_input(past)), torch.nn.Parameter):
+        raise NoMatchError(f"{full} puts learned columns before the keys or values")
     if _past_input(past) is None:
         raise NoMatchError(f"{full} joins tensors that are both computed in this call, or its past is not first")
     if _past_input(new) is not None:
@@ -138,21 +141,25 @@ def _past_input(node: fx.Node) -> fx.Node | None:
             current = cast(fx.Node, current.args[0])
         else:
             current = source_of(current)
-    return None if current is None or constant_of(current) is not None and op_name(current) else current
+    return current
 
 
 def _kept(full: fx.Node, columns_dim: int) -> int | None:
     """Columns that the next call gets, when that is a tail of ``full`` and not all of it."""
     kept: int | None = None
-    for user in full.users:
-        if op_name(user) != "slice" or not any(consumer.op == "output" for consumer in user.users):
-            continue
-        named = arguments(user)
-        start = named["start"]
-        start = value_of(start) if isinstance(start, fx.Node) else start
-        if named["dim"] % len(shape(full)) != columns_dim or start is None or hint(start) >= 0:
-            raise NoMatchError(f"{full} is given to the next call in part, but not its newest columns")
-        kept = -hint(start)
+    queue = [full]
+    while queue:
+        for user in queue.pop().users:
+            if op_name(user) != "slice":
+                continue
+            named = arguments(user)
+            start = value_of(named["start"]) if isinstance(named["start"], fx.Node) else named["start"]
+            if named["dim"] % len(shape(user)) != columns_dim or not start:
+                queue.append(user)
+            elif any(reader.op == "output" for reader in user.users):
+                if hint(start) >= 0:
+                    raise NoMatchError(f"{full} is given to the next call in part, but not its newest columns")
+                kept = -hint(start)
     return kept
 
 

@@ -1,9 +1,12 @@
 """Forwards of made-up tokens through a ``PagedCache``, and looks at what it keeps."""
 
+import copy
+
 import torch
 
 from kitty_compile.cache import PagedCache
 from kitty_compile.config import KittyConfig
+from kitty_compile.layers import SlidingLayer
 from tests.cache_model import plans_of
 
 SCALE = 0.25
@@ -12,7 +15,9 @@ SCALE = 0.25
 class Tokens:
     """Query, key and value of ``total`` columns for every layer of a cache; a column always brings the same tokens."""
 
-    def __init__(self, total, *, batch=2, num_layers=2, heads=2, group=2, key_dim=16, value_dim=32, dtype=torch.float32):
+    def __init__(
+        self, total, *, batch=2, num_layers=2, heads=2, group=2, key_dim=16, value_dim=32, dtype=torch.float32
+    ):
         channel = torch.linspace(0.1, 3, key_dim)
         self.query = [torch.randn(batch, heads * group, total, key_dim).to(dtype) for _ in range(num_layers)]
         self.key = [(torch.randn(batch, heads, total, key_dim) * channel).to(dtype) for _ in range(num_layers)]
@@ -81,7 +86,9 @@ def kept_tensors(thing):
 
 def kept_bytes(cache):
     """Bytes of the storages that a cache keeps alive."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept_tensors(cache)}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept_tensors(cache)
+    }
     return sum(storages.values())
 
 
@@ -99,16 +106,48 @@ def snapshot(cache):
 
 def same(one, other):
     """Whether two snapshots are equal byte for byte, addresses included."""
-    return one[0] == other[0] and len(one[1]) == len(other[1]) and all(
-        a[:2] == b[:2] and torch.equal(a[2].view(torch.uint8), b[2].view(torch.uint8))
-        for a, b in zip(one[1], other[1], strict=True)
+    return (
+        one[0] == other[0]
+        and len(one[1]) == len(other[1])
+        and all(
+            a[:2] == b[:2] and torch.equal(a[2].view(torch.uint8), b[2].view(torch.uint8))
+            for a, b in zip(one[1], other[1], strict=True)
+        )
     )
 
 
-def same_reads(one, other, tokens, *, columns=1):
-    """Whether two caches return the same K and V bit for bit, now and after some further columns."""
-    start = one.get_seq_length()
-    pairs = [(tokens.store(one, start, start + columns), tokens.store(other, start, start + columns))]
-    return all(
-        torch.equal(a, b) for found, expected in pairs for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)
-    )
+def read(cache, tokens):
+    """(K, V) of every layer as a materialising call of the next column would see them; the cache stays as it is."""
+    start = cache.get_seq_length()
+    return tokens.store(copy.deepcopy(cache), start, start + 1)
+
+
+def equal(one, other):
+    """Whether nested lists and tuples of tensors are equal bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def poison_what_nobody_may_read(cache):
+    """NaN bytes in every page that is not sealed and every raw slot that holds no token of its row."""
+    for layer in cache.layers:
+        if isinstance(layer, SlidingLayer):
+            continue
+        state, raw, lengths = layer.state, layer.raw_layout, layer.lengths.tolist()
+        for pool, held, ring, pages in (
+            (state.key_pages, state.raw_key, raw.key_ring, raw.key_pages(layer.lengths)),
+            (state.value_pages, state.raw_value, raw.value_ring, raw.value_pages(layer.lengths)),
+        ):
+            sealed = {
+                page
+                for row, count in zip(state.page_table.tolist(), pages.tolist(), strict=True)
+                for page in row[:count]
+            }
+            pool[[page for page in range(len(pool)) if page not in sealed]] = 0xFF
+            for row, (length, high) in enumerate(zip(lengths, layer.state.high_water.tolist(), strict=True)):
+                tokens = torch.arange(length)
+                held_tokens = tokens[(tokens < raw.sink_length) | (tokens >= high - ring)]
+                unused = torch.ones(held.shape[2], dtype=torch.bool)
+                unused[raw.slots(held_tokens, ring)] = False
+                held[row, :, unused] = torch.nan

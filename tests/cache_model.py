@@ -191,9 +191,7 @@ class CacheModel:
         """``ahead``: columns that a torn forward left in some layers."""
         rings = [layer.ring for layer in self.layers if isinstance(layer, SlidingModel)]
         peak = max(self.peak, self.columns + ahead)
-        return columns == 0 or all(
-            peak <= ring or peak - columns <= self.config.rollback_window for ring in rings
-        )
+        return columns == 0 or all(peak <= ring or peak - columns <= self.config.rollback_window for ring in rings)
 
     def crop(self, columns, ahead=0):
         peak = max(self.peak, self.columns + ahead)

@@ -1,9 +1,9 @@
 """What the interpreter's and the GPU's kernel tests check alike."""
 
 import torch
-from tests.kernel_cases import dense_attention, token_columns
 
 from kitty_compile.kernels import triton_backend
+from tests.kernel_cases import dense_attention, token_columns
 
 
 def attend(case, *, scale, softcap=0.0, sinks=None, is_empty=False):

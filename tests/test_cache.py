@@ -138,7 +138,7 @@ def bad_calls():
         "other columns than the call's": (tokens.new(0, 3, 6), ValueError),
         "integers": ((query, key.int(), value.int()), TypeError),
         "two dtypes": ((query, key, value.half()), TypeError),
-        "another dtype than the cache's": (tuple(side.half() for side in (query, key, value)), TypeError),
+        "another dtype than the cache's": (tuple(side.half() for side in (query, key, value)), ValueError),
         "another head_dim": (wide, ValueError),
         "another number of KV heads": (heads, ValueError),
         "another batch": (more, ValueError),
@@ -171,7 +171,7 @@ def test_layers_of_one_forward_must_agree_on_the_batch():
     cache.begin_call(3)
     cache.attend(*Tokens(3, batch=2).new(0, 0, 3), 0, scale=SCALE)
     before = snapshot(cache)
-    with pytest.raises(ValueError, match="batch must stay 2.*got 3"):
+    with pytest.raises(ValueError, match=r"batch must stay 2.*got 3"):
         cache.attend(*Tokens(3, batch=3).new(1, 0, 3), 1, scale=SCALE)
     assert same(before, snapshot(cache))
 
@@ -219,7 +219,7 @@ def test_arguments_between_calls_are_checked_before_anything_changes():
         ("reorder", torch.zeros(2), ValueError, "index must be a 1-D integer tensor"),
         ("reorder", torch.zeros(1, 2, dtype=torch.int64), ValueError, "index must be a 1-D integer tensor"),
         ("reorder", torch.zeros(0, dtype=torch.int64), ValueError, "index must be .*at least one row"),
-        ("reorder", torch.tensor([0, 2]), (ValueError, IndexError), ""),
+        ("reorder", torch.tensor([0, 2]), IndexError, "index out of range"),
         ("select", torch.tensor([False, False]), ValueError, "at least one row"),
         ("select", torch.tensor([True]), ValueError, "index must have an entry per row"),
     ):
@@ -284,7 +284,12 @@ def test_nothing_larger_than_nbytes_is_kept_alive(is_fused, max_length):
         (tokens.attend if is_fused else tokens.store)(cache, start, stop)
         assert kept_bytes(cache) == cache.nbytes
         start = stop
-    for action, argument in (("crop", 670), ("reorder", torch.tensor([1, 1, 0])), ("free", [1]), ("select", torch.tensor([1]))):
+    for action, argument in (
+        ("crop", 670),
+        ("reorder", torch.tensor([1, 1, 0])),
+        ("free", [1]),
+        ("select", torch.tensor([1])),
+    ):
         getattr(cache, action)(argument)
         assert kept_bytes(cache) == cache.nbytes, action
 

@@ -85,7 +85,16 @@ def test_config_is_frozen_and_hashable_even_with_a_list_of_layers():
 
 @pytest.mark.parametrize(
     ("fraction", "head_dim", "count"),
-    [(0.125, 128, 16), (0.25, 128, 32), (0.125, 80, 10), (0.125, 112, 14), (0.1, 16, 2), (0.03125, 16, 1), (1, 64, 64), (0, 64, 0)],
+    [
+        (0.125, 128, 16),
+        (0.25, 128, 32),
+        (0.125, 80, 10),
+        (0.125, 112, 14),
+        (0.1, 16, 2),
+        (0.03125, 16, 1),
+        (1, 64, 64),
+        (0, 64, 0),
+    ],
 )
 def test_num_boosted_rounds_half_up(fraction, head_dim, count):
     assert KittyConfig(boost_fraction=fraction).num_boosted(head_dim) == count

@@ -161,6 +161,7 @@ def test_without_a_cache_the_model_is_the_stock_one(family):
     assert torch.equal(model.generate(ids, use_cache=False, **GREEDY), generated)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_is_the_stock_one(checkpointing):
     model, ids = tiny_model("qwen3"), random_ids(2, 20)
@@ -345,6 +346,7 @@ def test_positional_arguments_and_the_inner_decoder(model):
     assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask).logits, model(ids, mask).logits)
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @torch.no_grad()
 def test_the_older_name_of_the_argument_works(model):
     cache = KittyCache(model.config)

@@ -67,7 +67,9 @@ def test_dequantize_passes_opcheck(is_key):
 def test_what_is_mutated_is_declared():
     for name in ("attend", "update"):
         schema = getattr(torch.ops.kitty, name).default._schema
-        mutated = [argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
+        mutated = [
+            argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
+        ]
         assert mutated == ["key_pages", "value_pages", "raw_key", "raw_value", "lengths", "high_water"]
         state = [argument.name for argument in schema.arguments if argument.name in LayerTensors._fields]
         assert state == list(LayerTensors._fields)
@@ -117,14 +119,6 @@ def test_fakes_give_the_real_shapes_and_dtypes():
             assert (dense.shape, dense.dtype) == ((2, 2, 384, width), torch.float32)
 
 
-def test_an_unknown_device_is_refused():
-    with pytest.raises(NotImplementedError, match="kitty::attend"):
-        case, _, state = filled_case()
-        meta = LayerTensors(*(tensor.to_sparse() if tensor is state.raw_key else tensor for tensor in state))
-        sparse = case.query.to_sparse()
-        ops.attend(sparse, case.key, case.value, None, None, meta, numbers(case.layout), scale=1.0)
-
-
 def test_a_step_compiles_without_a_graph_break():
     case, _, state = filled_case(num_columns=1)
     parameters = numbers(case.layout)
@@ -134,7 +128,9 @@ def test_a_step_compiles_without_a_graph_break():
 
     eager_state, compiled_state = copies(state), copies(state)
     eager = step(case.query, case.key, case.value, eager_state)
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(case.query, case.key, case.value, compiled_state)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(
+        case.query, case.key, case.value, compiled_state
+    )
     assert torch.equal(compiled, eager)
     for one, other in zip(compiled_state, eager_state, strict=True):
         assert torch.equal(one, other)

@@ -66,7 +66,11 @@ def test_release_forgets_everything():
 @st.composite
 def histories(draw):
     batch, max_pages = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    return batch, max_pages, draw(st.lists(st.tuples(st.sampled_from("srg"), st.randoms(use_true_random=False)), max_size=12))
+    return (
+        batch,
+        max_pages,
+        draw(st.lists(st.tuples(st.sampled_from("srg"), st.randoms(use_true_random=False)), max_size=12)),
+    )
 
 
 @settings(max_examples=60)

@@ -80,7 +80,9 @@ def test_key_records_equal_an_independent_implementation(dtype, key_bits, num_bo
     records = reference.seal_keys(pages, layout)
     assert records.shape == (2, 2, layout.key.nbytes)
     for page, record in zip(pages.flatten(0, 1), records.flatten(0, 1), strict=True):
-        expected = page_oracle.key_record(page.float().numpy(), key_bits, num_boosted, str(dtype).removeprefix("torch."))
+        expected = page_oracle.key_record(
+            page.float().numpy(), key_bits, num_boosted, str(dtype).removeprefix("torch.")
+        )
         assert bytes(record.tolist()) == expected
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.kernel_cases import make_case, make_layout
-from tests.kernel_checks import attend, check_attention
 
 from kitty_compile.kernels import triton_backend
 from kitty_compile.kernels.layout import RawLayout
+from tests.kernel_cases import make_case, make_layout
+from tests.kernel_checks import attend, check_attention
 
 RAW = RawLayout(sink_length=32, value_window=128, rollback_window=32)
 EDGES = [0, 7, 32, 33, 159, 160, 287, 288, 416]

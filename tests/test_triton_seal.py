@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.kernel_cases import make_case, make_layout
 
 from kitty_compile.kernels import triton_backend, update_torch
 from kitty_compile.kernels.layout import LayerTensors, RawLayout
+from tests.kernel_cases import make_case, make_layout
 
 RAW = RawLayout(sink_length=32, value_window=128, rollback_window=32)
 

@@ -1,0 +1,257 @@
+"""Say what an attention's masks mean, by running them. Reads the graph, changes nothing.
+
+Before (some subgraph that ends in a mask)                         Result
+    arange(n) <= arange(t)[:, None] + past                           causal
+    that, and arange(n) > arange(t)[:, None] + past - 4096           sliding, window 4096
+    either, and attention_mask[:, None, None, :]                     the same with ``padding`` = attention_mask
+    that, and segment[:, None] == segment[None]                      refused: packed sequences
+    alibi, a prefix seen by all, chunks, no mask over 50 columns     refused, by name
+
+A mask is taken for causal or sliding only after keys on both sides of every integer constant of its subgraph were
+probed, with the columns where they are and moved as a whole, with several paddings, and at other sizes where sizes are
+symbols. Parameters and buffers count with the values that they have now.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from kitty_compile.passes.evaluate import Subgraph
+from kitty_compile.passes.mask_evidence import NotCausalError
+from kitty_compile.passes.nodes import NoMatchError, is_static, op_name, shape, sizes
+from kitty_compile.passes.place_columns import MAX_SCORES, ColumnPlacer, content_like
+from kitty_compile.passes.probe_mask import Frame, MaskProbe, Shift
+from kitty_compile.passes.records import AttentionMatch, MaskKind, MaskRefusal
+
+
+def classify_mask(match: AttentionMatch, order: dict[fx.Node, int]) -> MaskKind | MaskRefusal:
+    """What the masks of a matched attention amount to."""
+    try:
+        kind = _Classifier(match, order).classify() if match.masks else _without_mask(match)
+        return _with_kept(kind, match)
+    except NoMatchError as failure:
+        return MaskRefusal(str(failure))
+
+
+def _without_mask(match: AttentionMatch) -> MaskKind:
+    if match.is_causal:
+        # SDPA aligns its causal mask with the first key, which is the first column only when there is no past.
+        if match.update.key_past is not None or match.num_columns != match.num_keys:
+            raise NoMatchError("is_causal counts from the first key, but there is a past: queries see the wrong columns")
+        return MaskKind("causal")
+    if match.num_columns != 1 or not is_static(sizes(match.key)[match.update.columns_dim]):
+        raise NoMatchError("there is no mask: every column sees all others (bidirectional)")
+    if match.update.is_static:
+        raise NoMatchError("there is no mask over a cache of fixed length: columns that are not written yet are seen")
+    return MaskKind("causal")
+
+
+def _with_kept(kind: MaskKind, match: AttentionMatch) -> MaskKind:
+    """A cache that keeps w - 1 columns is a sliding one, even while the mask lets everything through."""
+    kept = match.update.kept
+    if kept is None or kind.window == kept + 1:
+        return kind
+    if kind.kind == "sliding":
+        raise NoMatchError(f"the mask has a window of {kind.window}, but the cache keeps {kept} columns")
+    if match.num_keys > kept + 1:
+        raise NoMatchError(f"{match.num_keys} columns are seen, but the cache keeps {kept}")
+    return dataclasses.replace(kind, kind="sliding", window=kept + 1)
+
+
+class _Classifier:
+    def __init__(self, match: AttentionMatch, order: dict[fx.Node, int]) -> None:
+        self.match, self.order = match, order
+        self.probe = MaskProbe(match, order)
+        self.constants = sorted(constant for constant in self.probe.subgraph.integers() if constant > 1)
+        self.placer = ColumnPlacer(match, self.probe, self.constants)
+
+    def classify(self) -> MaskKind:
+        self._take(may_shrink=True)
+        self.probe.moves_queries, self.probe.moves_keys = self._moves(queries=True), self._moves(keys=True)
+        if not self.probe.moves_keys:
+            # Nothing can be probed beyond the columns that are there.
+            self._take(may_shrink=False)
+        padding = self._padding_input()
+        self._check_padding(padding)
+        self._check_positions()
+        self._probe_pasts()
+        if self.probe.moves_keys:
+            self._probe_moved()
+        self._probe_sizes()
+        if not self.probe.moves_keys:
+            self._check_reach()
+        window = self._window()
+        return MaskKind("causal", None, padding) if window is None else MaskKind("sliding", window, padding)
+
+    def _take(self, may_shrink: bool) -> None:
+        place = self.placer.place(may_shrink)
+        self.frame, self.roles, self.evidence = place.frame, place.roles, place.evidence
+
+    @property
+    def _last(self) -> int:
+        return self.frame.past + self.frame.num_columns - 1
+
+    def _moves(self, queries: bool = False, keys: bool = False) -> bool:
+        """Does moving the queries, or the keys, change what is seen?"""
+        self.probe.moves_queries, self.probe.moves_keys = queries, keys
+        far = 4 * (self._last + 1)
+        plain = self.probe.run(self.frame, self.roles).visible
+        shifts: list[Shift] = [
+            lambda columns: torch.full_like(columns, -far if queries else far),
+            lambda columns: self._last - 2 * columns,
+        ]
+        return any(not torch.equal(plain, self.probe.run(self.frame, self.roles, shift).visible) for shift in shifts)
+
+    # ---- graph inputs
+
+    def _padding_input(self) -> fx.Node | None:
+        """The one graph input [batch, columns] of those taken for paddings that the mask depends on."""
+        used = [node for node in self.roles.padding if self._depends_on(node)]
+        if len(used) > 1:
+            raise NoMatchError(f"the mask is made from several paddings: {', '.join(map(str, used))}")
+        return used[0] if used else None
+
+    def _depends_on(self, node: fx.Node) -> bool:
+        plain = self.probe.run(self.frame, self.roles).visible
+        content = content_like(node, self.frame)
+        columns = torch.arange(content.shape[1]).expand(content.shape)
+        for values in (torch.zeros_like(columns), columns % 2, columns // 3, columns):
+            changed = self.probe.run(self.frame, self.roles, contents={node: values.to(content.dtype)}).visible
+            if not torch.equal(plain, changed):
+                return True
+        return False
+
+    def _check_padding(self, padding: fx.Node | None) -> None:
+        """The mask must hide exactly the keys at which ``padding`` is zero."""
+        if padding is None:
+            return
+        width, rows = self._last + 1, shape(padding)[0]
+        generator = torch.Generator().manual_seed(0)
+        for density in (0.3, 0.7, 0.9):
+            scattered = torch.rand(rows, width, generator=generator) < density
+            left = torch.arange(width) >= torch.randint(0, width, (rows, 1), generator=generator)
+            for held in (scattered, left):
+                self.evidence.add_padded(self.probe.run(self.frame, self.roles, padding=held), held, self.frame)
+        if any(op_name(user) == "embedding" for user in padding.users):
+            content = content_like(padding, self.frame) + 2
+            plain = self.probe.run(self.frame, self.roles).visible
+            if not torch.equal(plain, self.probe.run(self.frame, self.roles, contents={padding: content}).visible):
+                raise NoMatchError(f"the mask depends on the token ids {padding}")
+
+    def _check_positions(self) -> None:
+        """Positions that the caller chooses freely may restart; those at which the cache is written may not."""
+        if not self.roles.positions:
+            return
+        written: tuple[fx.Node, ...] = ()
+        if isinstance(self.match.update.positions, fx.Node):
+            written = Subgraph([self.match.update.positions], self.order, reader=self.match.node).inputs
+        for node in self.roles.positions:
+            if node not in written:
+                raise NoMatchError(f"the mask depends on the values of {node}, which may restart (packed sequences)")
+
+    # ---- probes
+
+    def _probe_pasts(self) -> None:
+        """A cache of fixed length: calls at its start, in its middle and at its end."""
+        room = self.frame.num_keys - self.frame.num_columns
+        if not self.frame.is_static or self.frame.setting.resize or not (self.roles.positions or self.roles.lengths):
+            return
+        widths = {shape(node)[1] for node in self.roles.padding if shape(node)[1] < self.frame.num_keys}
+        if widths:
+            return
+        for past in {0, 1, room // 3, room - 1, room} & set(range(room + 1)):
+            self.evidence.add(self.probe.run(dataclasses.replace(self.frame, past=past), self.roles))
+
+    def _probe_moved(self) -> None:
+        for shift in self._shifts():
+            self.evidence.add(self.probe.run(self.frame, self.roles, shift))
+
+    def _shifts(self) -> Iterator[Shift]:
+        """Moves that put keys on both sides of every constant, counted from the query and from the first column."""
+        first, last = self.frame.first_key, self._last
+        middle = (first + last + 1) // 2
+        edges = sorted({max(self.frame.past, first + 1), middle, last} & set(range(first + 1, last + 1)))
+        for constant, edge, nearer in itertools.product(self.constants, edges, (0, 1, 2)):
+            jump = constant - nearer
+            yield lambda columns, edge=edge, jump=jump: (columns < edge).long() * -jump
+        if self.probe.moves_queries:
+            for constant, place in itertools.product(self.constants, (first, middle, last)):
+                yield lambda columns, place=place, constant=constant: torch.full_like(columns, constant - place)
+
+    def _probe_sizes(self) -> None:
+        """Other sizes where the graph has symbols for them, past every constant if columns cannot be moved there."""
+        frame, grown = self.frame, []
+        if not self.probe.moves_keys:
+            grown = [size for size in (*self.constants, *self._buffer_sizes()) if size > self.evidence.farthest_probed]
+        for more in (5, *(size - frame.num_keys for size in grown), *(size + 2 - frame.num_keys for size in grown)):
+            for resized in (
+                self.placer.resized(frame, self.roles, num_columns=frame.num_columns + more),
+                self.placer.resized(frame, self.roles, past=frame.past + more),
+            ):
+                if resized is not None and resized.num_columns * resized.num_keys <= MAX_SCORES:
+                    self._add_resized(resized)
+
+    def _add_resized(self, frame: Frame) -> None:
+        try:
+            seen = self.probe.run(frame, self.roles)
+        except NoMatchError:
+            return  # A buffer ends here: the graph could not run at these sizes either.
+        self.evidence.add(seen)
+
+    def _buffer_sizes(self) -> list[int]:
+        return [tensor.shape[-1] for tensor in self.probe.subgraph.constants() if tensor.dim() >= 2]
+
+    def _check_reach(self) -> None:
+        """Columns that cannot be moved must lie on both sides of every constant as they are."""
+        if self.match.num_keys == 1 and self.match.update.kept is not None:
+            return
+        farthest = self.evidence.farthest_probed
+        for constant in sorted(self.probe.subgraph.operands()):
+            if constant > farthest + 1:
+                raise NoMatchError(f"the mask has a constant {constant}, but no two columns of this call are so far apart")
+        for tensor in self.probe.subgraph.constants():
+            if self.evidence.window is None and _hides_by_distance(tensor, farthest):
+                raise NoMatchError("the mask has a buffer with a window wider than this call")
+
+    def _window(self) -> int | None:
+        """The window, after probes between the farthest visible and the nearest hidden key have made them neighbours."""
+        evidence = self.evidence
+        while evidence.nearest_hidden is not None and evidence.nearest_hidden > evidence.farthest_visible + 1:
+            bounds = (evidence.farthest_visible, evidence.nearest_hidden)
+            jump = sum(bounds) // 2 - 1
+            if self.probe.moves_keys:
+                shift: Shift = lambda columns, jump=jump: (columns < self._last).long() * -jump  # noqa: E731
+                evidence.add(self.probe.run(self.frame, self.roles, shift))
+            if bounds == (evidence.farthest_visible, evidence.nearest_hidden):
+                raise NotCausalError(f"the mask hides keys somewhere between {bounds[0]} and {bounds[1]} columns back")
+        window = evidence.window
+        if window is not None and self.probe.moves_keys and not {window - 1, window, window + 1} & {*self.constants}:
+            raise NotCausalError(f"the mask hides keys from {window} columns back, a number that it does not contain")
+        if window is not None:
+            self._check_fixed(window)
+        return window
+
+    def _check_fixed(self, window: int) -> None:
+        """No symbol that may change between calls may set the window."""
+        hints = self.placer.hints
+        for name in (name for name, value in hints.items() if abs(value - window) <= 1):
+            setting = dataclasses.replace(self.frame.setting, symbols={**hints, **self.frame.setting.symbols})
+            symbols = {**setting.symbols, name: setting.symbols[name] + 1}
+            changed = dataclasses.replace(self.frame, setting=dataclasses.replace(setting, symbols=symbols))
+            shift: Shift = lambda columns: (columns < self._last).long() * -(window - 1)  # noqa: E731
+            try:
+                seen = self.probe.run(changed, self.roles, shift)
+            except NoMatchError:
+                continue  # The symbol counts columns, so that the others would have to change with it.
+            self.evidence.add(seen)
+
+
+def _hides_by_distance(tensor: torch.Tensor, probed: int) -> bool:
+    """Does the last row of a constant mask change beyond the distances that were probed?"""
+    if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2] or tensor.shape[-1] <= probed + 1:
+        return False
+    last_row = tensor.flatten(0, -3)[0][-1] if tensor.dim() > 2 else tensor[-1]
+    return bool((last_row != last_row[-1]).any())
