@@ -12,7 +12,9 @@ def _copy_tokens(
 ):
     channels = tl.arange(0, DIM)
     mask = kept[:, None] & (channels < HEAD_DIM)[None, :]
-    values = tl.load(source_ptr + column.to(tl.int64)[:, None] * source_stride + channels[None, :], mask=mask, other=0.0)
+    values = tl.load(
+        source_ptr + column.to(tl.int64)[:, None] * source_stride + channels[None, :], mask=mask, other=0.0
+    )
     slot = raw_slot(token, SINK, RING)
     tl.store(raw_ptr + slot.to(tl.int64)[:, None] * HEAD_DIM + channels[None, :], values, mask=mask)
 
@@ -63,7 +65,9 @@ def append_kernel(
     source_ptr = value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head
     raw_ptr = raw_value_ptr + (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
     kept = is_new & ((token < SINK) | (token >= oldest_value))
-    _copy_tokens(source_ptr, value_stride_column, raw_ptr, column, token, kept, SINK, VALUE_RING, VALUE_DIM, VALUE_BLOCK)
+    _copy_tokens(
+        source_ptr, value_stride_column, raw_ptr, column, token, kept, SINK, VALUE_RING, VALUE_DIM, VALUE_BLOCK
+    )
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_rows"])

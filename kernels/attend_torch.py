@@ -46,31 +46,29 @@ def attend(
     Returns:
         [B, Hq, T, Dv] in the query's dtype; 0 where nothing is visible.
     """
-    own_mask = _own_mask(query.shape[2], columns, counts, query.device)
+    real = None if columns is None else real_columns(columns, counts)
+    if real is not None:
+        # A pad may hold anything, and 0 * inf is not 0.
+        key, value = _zero_unless(key, real), _zero_unless(value, real)
     if is_empty and softcap == 0 and sinks is None:
-        return _attend_own(query, key, value, own_mask, scale)
+        return _attend_own(query, key, value, real, scale)
+    own_mask = _own_mask(query.shape[2], real, query.device)
     cached = None if is_empty else _CachedTokens(state, layout, raw)
     batch, heads, num_columns, _ = query.shape
     visible = num_columns + (0 if cached is None else cached.num_positions)
     block = max(1, _MAX_SCORES // (batch * heads * visible))
-    # A pad's value may hold anything, and 0 * inf is not 0.
-    own_value = value.float().masked_fill(~own_mask[:, :, -1].unsqueeze(-1), 0.0)
     blocks = []
     for start in range(0, num_columns, block):
         stop = min(start + block, num_columns)
         part = query[:, :, start:stop], own_mask[:, :, start:stop]
-        blocks.append(_attend_block(*part, key, own_value, cached, scale, softcap, sinks))
+        blocks.append(_attend_block(*part, key, value, cached, scale, softcap, sinks))
     return torch.cat(blocks, dim=2).to(query.dtype)
 
 
-def _own_mask(
-    num_columns: int, columns: torch.Tensor | None, counts: torch.Tensor | None, device: torch.device
-) -> torch.Tensor:
+def _own_mask(num_columns: int, real: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     """Which of the call's own columns each query column sees, bool [1 or B, 1, T, T]."""
     causal = torch.ones(num_columns, num_columns, dtype=torch.bool, device=device).tril()
-    if columns is None:
-        return causal[None, None]
-    return causal & real_columns(columns, counts)[:, None, None, :]
+    return causal[None, None] if real is None else causal & real[:, None, None, :]
 
 
 def real_columns(columns: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
@@ -82,16 +80,16 @@ def real_columns(columns: torch.Tensor, counts: torch.Tensor | None) -> torch.Te
 
 
 def _attend_own(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own_mask: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, real: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    if own_mask.shape[0] == 1:
-        mask = {"is_causal": True}
-    else:
+    num_columns = query.shape[2]
+    mask = None
+    if real is not None:
         # A pad that sees nothing would be a row of NaN: it may look at itself, nobody looks at it.
-        itself = torch.eye(query.shape[2], dtype=torch.bool, device=query.device)
-        mask = {"attn_mask": own_mask | itself}
+        itself = torch.eye(num_columns, dtype=torch.bool, device=query.device)
+        mask = _own_mask(num_columns, real, query.device) | itself
     return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1], **mask
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
 
 
@@ -99,7 +97,7 @@ def _attend_block(
     query: torch.Tensor,
     own_mask: torch.Tensor,
     key: torch.Tensor,
-    own_value: torch.Tensor,
+    value: torch.Tensor,
     cached: "_CachedTokens | None",
     scale: float,
     softcap: float,
@@ -110,7 +108,7 @@ def _attend_block(
     if cached is not None:
         scores = torch.cat([cached.masked(_softcap(cached.scores(folded), softcap)), scores], dim=-1)
     probabilities = _softmax(scores, sinks, query.shape)
-    output = probabilities[..., -key.shape[2] :] @ own_value
+    output = probabilities[..., -key.shape[2] :] @ value.float()
     if cached is not None:
         output = output + cached.weighted_values(probabilities[..., : -key.shape[2]])
     return output.view(*query.shape[:3], -1)

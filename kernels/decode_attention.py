@@ -25,12 +25,16 @@ from kitty_compile.kernels.primitives import (
     dot,
     high_operand,
     key_operand,
+    load_padded,
     narrow,
+    normalize_columns,
     pages_of_split,
     partial_rows,
     power_of_two,
     raw_slot,
-    relative_bfloat16,
+    relative_scales,
+    scale_exponent,
+    score_units,
     softcapped,
     split_fields,
     split_tokens,
@@ -38,13 +42,12 @@ from kitty_compile.kernels.primitives import (
     widen,
 )
 
-# Exponents of the largest query element, key scale, key zero and value scale after normalisation, and of the largest
-# probability. Products of two stay under fp16's 2**16, four times that of a boosted channel included.
-QUERY_TOP = tl.constexpr(5)
-SCALE_TOP = tl.constexpr(6)
-ZERO_TOP = tl.constexpr(13)
-VALUE_SCALE_TOP = tl.constexpr(6)
-PROBABILITY_TOP = tl.constexpr(5)
+# Exponents of what is normalised: a query column's largest magnitude, a page's largest key scale, the largest value scale so
+# far, and the largest probability. A product of two, or four times one, stays under fp16's 2**16.
+QUERY_TOP = tl.constexpr(3)
+SCALE_TOP = tl.constexpr(8)
+VALUE_SCALE_TOP = tl.constexpr(8)
+PROBABILITY_TOP = tl.constexpr(4)
 # The stored value scale carries 4**(2 - e), the code 4**e * 2**-24.
 VALUE_UNIT = tl.constexpr(2.0 ** (24 - 4))
 # A good order of the fields for the instruction scheduler.
@@ -72,30 +75,26 @@ def _max_of_fields(scores):
 
 
 @triton.jit
+def _softcapped(scores, score_cap):
+    capped = ()
+    for field in tl.static_range(FIELDS):
+        capped = capped + (softcapped(scores[field], score_cap),)
+    return capped
+
+
+@triton.jit
 def _sum_of_fields(parts):
     return ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]))
 
 
 @triton.jit
-def normalized_query(query):
-    """[D, N] in the model's dtype -> fp16 [D, N] with columns under 2**(QUERY_TOP + 1), and their exponents i32 [N]."""
-    wide = widen(query)
-    largest = tl.max(tl.abs(wide), axis=0)
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - (127 + QUERY_TOP), -126)
-    return (wide * power_of_two(-exponent)[None, :]).to(tl.float16), exponent
-
-
-@triton.jit
 def _packed_scores(
-    record_ptr, query_ptr, query_offsets, column_mask, query, query_scale, query_unit,
-    IS_BFLOAT16: tl.constexpr, KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr, HAS_INDEX: tl.constexpr,
-    KEY_HIGH: tl.constexpr, KEY_SCALE: tl.constexpr, KEY_ZERO: tl.constexpr, KEY_BOOST: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
+    record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
+    KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr, HAS_INDEX: tl.constexpr, KEY_HIGH: tl.constexpr,
+    KEY_SCALE: tl.constexpr, KEY_ZERO: tl.constexpr, KEY_BOOST: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a packed key page as eight fp32 [16, N]. ``query`` is normalised; times ``query_scale`` [N] its products with
-    keys are scores; ``query_unit`` is the power of two that normalises a column."""
-    channels = tl.arange(0, DIM)
-    in_head = channels < KEY_DIM
-    words = tl.arange(0, WORD_ROWS * DIM)
+    """Scores of a packed key page as eight fp32 [16, N]: of the ``normalized`` query, which is ``query`` * 2**-``exponents``,
+    with the codes, and of the query itself with the zeros. ``units`` are 2**exponents."""
     plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
     if NUM_SLOTS > 0:
         half = tl.arange(0, SLOTS // 8)[:, None, None]
@@ -104,37 +103,26 @@ def _packed_scores(
             high_words = tl.load(plane_ptr + KEY_HIGH // 2 + high_offsets, mask=half < NUM_SLOTS // 8, other=0)
         else:
             high_words = tl.load(plane_ptr + KEY_HIGH // 2 + high_offsets)
-    if DIM > KEY_DIM:
-        low_words = tl.load(plane_ptr + words, mask=words < WORD_ROWS * KEY_DIM, other=0)
-        zero_bits = tl.load(plane_ptr + KEY_ZERO // 2 + channels, mask=in_head, other=0)
-        scale_bits = tl.load(plane_ptr + KEY_SCALE // 2 + channels, mask=in_head, other=0)
-    else:
-        low_words = tl.load(plane_ptr + words)
-        zero_bits = tl.load(plane_ptr + KEY_ZERO // 2 + channels)
-        scale_bits = tl.load(plane_ptr + KEY_SCALE // 2 + channels)
+    low_words = load_padded(plane_ptr, WORD_ROWS * KEY_DIM, WORD_ROWS * DIM)
+    zero_bits = load_padded(plane_ptr + KEY_ZERO // 2, KEY_DIM, DIM)
+    scale_bits = load_padded(plane_ptr + KEY_SCALE // 2, KEY_DIM, DIM)
     if HAS_INDEX:
-        slots = tl.arange(0, SLOTS)
-        boost = tl.load(record_ptr.to(tl.pointer_type(tl.int32)) + KEY_BOOST // 4 + slots, mask=slots < NUM_SLOTS, other=0)
+        boost = load_padded(record_ptr.to(tl.pointer_type(tl.int32)) + KEY_BOOST // 4, NUM_SLOTS, SLOTS)
 
-    scale, scale_exponent = relative_bfloat16(scale_bits, SCALE_TOP)
-    scaled_query = query * scale[:, None]
+    exponent = scale_exponent(scale_bits, SCALE_TOP)
+    scaled_query = normalized * relative_scales(scale_bits, exponent)[:, None]
     scores = _dot_fields(key_operand(low_words, DIM), scaled_query, None)
     if HAS_INDEX:
         pointers = query_ptr + query_offsets[None, :] + (boost >> 16)[:, None]
-        picked = widen(tl.load(pointers, mask=column_mask[None, :], other=0.0)) * query_unit[None, :]
-        boost_scale = bfloat16_to_float32(boost) * power_of_two(-scale_exponent)
+        picked = widen(tl.load(pointers, mask=column_mask[None, :], other=0.0)) * power_of_two(-exponents)[None, :]
+        boost_scale = bfloat16_to_float32(boost) * power_of_two(-exponent)
         scores = _dot_fields(high_operand(high_words, SLOTS), (picked * boost_scale[:, None]).to(tl.float16), scores)
     elif NUM_SLOTS > 0:
         scores = _dot_fields(high_operand(high_words, SLOTS), scaled_query * 4.0, scores)
 
-    if IS_BFLOAT16:
-        zero, zero_exponent = relative_bfloat16(zero_bits, ZERO_TOP)
-        zero_unit = query_scale * power_of_two(zero_exponent)
-    else:
-        zero = zero_bits.to(tl.float16, bitcast=True)
-        zero_unit = query_scale
-    constant = tl.dot(tl.broadcast_to(zero[None, :], [WORD_ROWS, DIM]), query) * zero_unit[None, :]
-    unit = query_scale * (2.0**CODE_EXPONENT) * power_of_two(scale_exponent)
+    zero = tl.broadcast_to(zero_bits.to(query.dtype, bitcast=True)[None, :], [WORD_ROWS, DIM])
+    constant = dot(zero, query, tl.zeros([WORD_ROWS, query.shape[1]], tl.float32)) * score_scale
+    unit = units * (score_scale * 2.0**CODE_EXPONENT) * power_of_two(exponent)
     finished = ()
     for field in tl.static_range(FIELDS):
         finished = finished + (scores[field] * (unit * FIELD_WEIGHTS[field])[None, :] + constant,)
@@ -156,27 +144,22 @@ def _raw_scores(record_ptr, query, score_scale, KEY_DIM: tl.constexpr, DIM: tl.c
 
 @triton.jit
 def _packed_values(
-    record_ptr, weights, alpha, zero_sum,
+    record_ptr, weights, alpha, zero_sum, exponent,
     IS_BFLOAT16: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BITS: tl.constexpr,
     VALUE_HIGH: tl.constexpr, VALUE_SCALE: tl.constexpr, VALUE_ZERO: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities (eight fp32 [16, N]) times a packed value page -> the codes' part [D, N] in units of VALUE_UNIT, and
-    the running sum of p z [16, N]."""
-    tokens = tl.arange(0, PAGE_SIZE)
-    words = tl.arange(0, WORD_ROWS * DIM)
+    """Probabilities (eight fp32 [16, N]) times a packed value page -> the codes' part [D, N] in units of VALUE_UNIT * 2**e,
+    the running sum of p z [16, N], and e, which grows from ``exponent`` as scales demand."""
     plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
-    scale_bits = tl.load(plane_ptr + VALUE_SCALE // 2 + tokens)
-    if DIM > VALUE_DIM:
-        low_words = tl.load(plane_ptr + words, mask=words < WORD_ROWS * VALUE_DIM, other=0)
-    else:
-        low_words = tl.load(plane_ptr + words)
+    scale_bits = load_padded(plane_ptr + VALUE_SCALE // 2, PAGE_SIZE, PAGE_SIZE)
+    low_words = load_padded(plane_ptr, WORD_ROWS * VALUE_DIM, WORD_ROWS * DIM)
     if VALUE_BITS == 4:
-        high_words = tl.load(plane_ptr + VALUE_HIGH // 2 + words, mask=words < WORD_ROWS * VALUE_DIM, other=0)
-    zero_bits = tl.load(plane_ptr + VALUE_ZERO // 2 + tokens)
+        high_words = load_padded(plane_ptr + VALUE_HIGH // 2, WORD_ROWS * VALUE_DIM, WORD_ROWS * DIM)
+    zero_bits = load_padded(plane_ptr + VALUE_ZERO // 2, PAGE_SIZE, PAGE_SIZE)
 
-    scale, scale_exponent = relative_bfloat16(scale_bits, VALUE_SCALE_TOP)
+    exponent = tl.maximum(exponent, scale_exponent(scale_bits, VALUE_SCALE_TOP))
     zeros = split_tokens(zero_bits)
-    scales = split_tokens(scale)
+    scales = split_tokens(relative_scales(scale_bits, exponent))
     zero_sum = zero_sum * alpha
     scaled = ()
     for index in tl.static_range(FIELDS):
@@ -195,7 +178,7 @@ def _packed_values(
         high_fields = split_fields(value_operand(high_words, DIM))
         for index in tl.static_range(FIELDS):
             output = tl.dot(high_fields[FIELD_ORDER[index]], scaled[index] * 4.0, output)
-    return output * power_of_two(scale_exponent), zero_sum
+    return output, zero_sum, exponent
 
 
 @triton.jit
@@ -270,14 +253,14 @@ def attend_page_range(
     channels = tl.arange(0, KEY_BLOCK)
     query_mask = column_mask[None, :] & (channels < KEY_DIM)[:, None]
     query = tl.load(query_ptr + query_offsets[None, :] + channels[:, None], mask=query_mask, other=0.0)
-    normalized, exponent = normalized_query(query)
-    query_unit = power_of_two(-exponent)
-    query_scale = power_of_two(exponent) * score_scale
+    normalized, exponents = normalize_columns(query, QUERY_TOP)
+    units = score_units(exponents, COLUMNS)
 
     running_max = tl.full([COLUMNS], -float("inf"), tl.float32)
     weight_sum = tl.zeros([WORD_ROWS, COLUMNS], tl.float32)
     zero_sum = tl.zeros([WORD_ROWS, COLUMNS], tl.float32)
     accumulator = tl.zeros([VALUE_BLOCK, COLUMNS], tl.float32)
+    value_exponent = -112
     next_page = tl.load(table_ptr + first_page, mask=first_page < last_page, other=0)
     for index in tl.range(first_page, last_page, num_stages=STAGES):
         page = next_page.to(tl.int64)
@@ -288,11 +271,11 @@ def attend_page_range(
             scores = _raw_scores(key_record_ptr, query, score_scale, KEY_DIM, KEY_BLOCK)
         else:
             scores = _packed_scores(
-                key_record_ptr, query_ptr, query_offsets, column_mask, normalized, query_scale, query_unit,
-                IS_BFLOAT16, KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK, SLOT_BLOCK,
+                key_record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
+                KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK, SLOT_BLOCK,
             )  # fmt: skip
         if HAS_SOFTCAP:
-            scores = soften(scores, score_cap)
+            scores = _softcapped(scores, score_cap)
         new_max = tl.maximum(running_max, _max_of_fields(scores))
         base = (new_max - PROBABILITY_TOP)[None, :]
         weights = ()
@@ -310,10 +293,12 @@ def attend_page_range(
                 rows_ptr = value_record_ptr.to(tl.pointer_type(DTYPE))
             output = _raw_values(rows_ptr, row_offsets, weights, DTYPE, VALUE_DIM, VALUE_BLOCK)
         else:
-            output, zero_sum = _packed_values(
-                value_record_ptr, weights, alpha, zero_sum,
+            old_exponent = value_exponent
+            output, zero_sum, value_exponent = _packed_values(
+                value_record_ptr, weights, alpha, zero_sum, value_exponent,
                 IS_BFLOAT16, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK,
             )  # fmt: skip
+            alpha = alpha * power_of_two(old_exponent - value_exponent)
         # One flush a page: inside the tensor core a long fp32 sum drifts.
         accumulator = accumulator * alpha + output
     total = tl.sum(weight_sum, axis=0)
@@ -322,16 +307,11 @@ def attend_page_range(
     if RAW_PAGES:
         result = accumulator * inverse
     else:
-        result = accumulator * (inverse * VALUE_UNIT) + tl.sum(zero_sum, axis=0)[None, :] * inverse
+        result = (
+            accumulator * (inverse * VALUE_UNIT) * power_of_two(value_exponent)
+            + tl.sum(zero_sum, axis=0)[None, :] * inverse
+        )
     return result, running_max - PROBABILITY_TOP + tl.log2(total)
-
-
-@triton.jit
-def soften(scores, score_cap):
-    capped = ()
-    for field in tl.static_range(FIELDS):
-        capped = capped + (softcapped(scores[field], score_cap),)
-    return capped
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_columns", "num_splits", "num_parts", "first_part"])

@@ -12,8 +12,10 @@ from kitty_compile.kernels.primitives import (
     boosted_slots,
     high_word_offset,
     key_operand,
+    load_padded,
     load_zero,
     narrow,
+    saturate,
     value_operand,
 )
 
@@ -51,9 +53,8 @@ def dequantize_keys_kernel(
     plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
     channels = tl.arange(0, KEY_BLOCK)
     in_head = channels < KEY_DIM
-    flat = tl.arange(0, WORD_ROWS * KEY_BLOCK)
-    low = key_operand(tl.load(plane_ptr + flat, mask=flat < WORD_ROWS * KEY_DIM, other=0), KEY_BLOCK)
-    scale = bfloat16_to_float32(tl.load(plane_ptr + KEY_SCALE // 2 + channels, mask=in_head, other=0))
+    low = key_operand(load_padded(plane_ptr, WORD_ROWS * KEY_DIM, WORD_ROWS * KEY_BLOCK), KEY_BLOCK)
+    scale = bfloat16_to_float32(load_padded(plane_ptr + KEY_SCALE // 2, KEY_DIM, KEY_BLOCK))
     zero = load_zero(plane_ptr + KEY_ZERO // 2 + channels, in_head, DTYPE)
     rows = tl.arange(0, WORD_ROWS)
     if NUM_SLOTS > 0:
@@ -70,7 +71,7 @@ def dequantize_keys_kernel(
             codes += _field_codes(high, field) << 2
         keys = codes.to(tl.float32) * scale[None, :] + zero[None, :]
         offsets = (rows + field * WORD_ROWS)[:, None] * KEY_DIM + channels[None, :]
-        tl.store(output_ptr + offsets, narrow(keys, DTYPE), mask=in_head[None, :])
+        tl.store(output_ptr + offsets, narrow(saturate(keys, DTYPE), DTYPE), mask=in_head[None, :])
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pages"])
@@ -96,11 +97,10 @@ def dequantize_values_kernel(
     plane_ptr = (pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES).to(tl.pointer_type(tl.int16))
     channels = tl.arange(0, VALUE_BLOCK)
     in_head = channels < VALUE_DIM
-    flat = tl.arange(0, WORD_ROWS * VALUE_BLOCK)
-    in_plane = flat < WORD_ROWS * VALUE_DIM
-    low = value_operand(tl.load(plane_ptr + flat, mask=in_plane, other=0), VALUE_BLOCK)
+    low = value_operand(load_padded(plane_ptr, WORD_ROWS * VALUE_DIM, WORD_ROWS * VALUE_BLOCK), VALUE_BLOCK)
     if VALUE_BITS == 4:
-        high = value_operand(tl.load(plane_ptr + VALUE_HIGH // 2 + flat, mask=in_plane, other=0), VALUE_BLOCK)
+        high_words = load_padded(plane_ptr + VALUE_HIGH // 2, WORD_ROWS * VALUE_DIM, WORD_ROWS * VALUE_BLOCK)
+        high = value_operand(high_words, VALUE_BLOCK)
     rows = tl.arange(0, WORD_ROWS)
     output_ptr += ((row * NUM_HEADS + head) * num_pages + index) * (PAGE_SIZE * VALUE_DIM)
     for field in tl.static_range(FIELDS):
@@ -113,7 +113,7 @@ def dequantize_values_kernel(
             codes += _field_codes(high, field) << 2
         values = codes.to(tl.float32) * scale[None, :] + zero[None, :]
         offsets = tokens[None, :] * VALUE_DIM + channels[:, None]
-        tl.store(output_ptr + offsets, narrow(values, DTYPE), mask=in_head[:, None])
+        tl.store(output_ptr + offsets, narrow(saturate(values, DTYPE), DTYPE), mask=in_head[:, None])
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pages"])

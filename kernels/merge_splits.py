@@ -56,4 +56,6 @@ def merge_splits_kernel(
     output_ptr += (row % num_columns).to(tl.int64)[:, None] * output_stride_column + channel[None, :]
     # Three steps above a page's least value may lie just outside of fp16.
     merged = tl.minimum(tl.maximum(merged, -LARGEST), LARGEST)
-    tl.store(output_ptr, narrow(merged, output_ptr.dtype.element_ty), mask=is_row[:, None] & (channel < VALUE_DIM)[None, :])
+    tl.store(
+        output_ptr, narrow(merged, output_ptr.dtype.element_ty), mask=is_row[:, None] & (channel < VALUE_DIM)[None, :]
+    )

@@ -21,6 +21,7 @@ from kitty_compile.kernels.primitives import (
     high_word_offset,
     join_fields,
     key_operand,
+    load_padded,
     load_zero,
     narrow,
     pages_of_split,
@@ -75,9 +76,8 @@ def _key_tile(
     plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
     channels = tl.arange(0, DIM)
     in_head = channels < KEY_DIM
-    words = tl.arange(0, WORD_ROWS * DIM)
-    low = key_operand(tl.load(plane_ptr + words, mask=words < WORD_ROWS * KEY_DIM, other=0), DIM)
-    scale = bfloat16_to_float32(tl.load(plane_ptr + KEY_SCALE // 2 + channels, mask=in_head, other=0))
+    low = key_operand(load_padded(plane_ptr, WORD_ROWS * KEY_DIM, WORD_ROWS * DIM), DIM)
+    scale = bfloat16_to_float32(load_padded(plane_ptr + KEY_SCALE // 2, KEY_DIM, DIM))
     zero = load_zero(plane_ptr + KEY_ZERO // 2 + channels, in_head, DTYPE)
     codes = split_fields(low)
     if NUM_SLOTS > 0:
@@ -105,11 +105,10 @@ def _value_tile(
 ):  # fmt: skip
     """A packed value page: [128, DIM]."""
     plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
-    words = tl.arange(0, WORD_ROWS * DIM)
-    mask = words < WORD_ROWS * VALUE_DIM
-    codes = split_fields(value_operand(tl.load(plane_ptr + words, mask=mask, other=0), DIM))
+    codes = split_fields(value_operand(load_padded(plane_ptr, WORD_ROWS * VALUE_DIM, WORD_ROWS * DIM), DIM))
     if VALUE_BITS == 4:
-        high = split_fields(value_operand(tl.load(plane_ptr + VALUE_HIGH // 2 + words, mask=mask, other=0), DIM))
+        high_words = load_padded(plane_ptr + VALUE_HIGH // 2, WORD_ROWS * VALUE_DIM, WORD_ROWS * DIM)
+        high = split_fields(value_operand(high_words, DIM))
     rows = tl.arange(0, WORD_ROWS)
     parts = ()
     for field in tl.static_range(FIELDS):

@@ -55,7 +55,9 @@ def split_fields(words):
     else:
         fields = ()
         for field in tl.static_range(FIELDS):
-            masked = (words.to(tl.int32) >> (2 * (field - FIELD_EXPONENTS[field]))) & (3 << (2 * FIELD_EXPONENTS[field]))
+            masked = (words.to(tl.int32) >> (2 * (field - FIELD_EXPONENTS[field]))) & (
+                3 << (2 * FIELD_EXPONENTS[field])
+            )
             fields = fields + (masked.to(tl.int16).to(tl.float16, bitcast=True),)
     return fields
 
@@ -165,6 +167,13 @@ def round_to_bfloat16(values):
 
 
 @triton.jit
+def saturate(values, DTYPE: tl.constexpr):
+    """fp32 within the finite range of fp16 or bf16."""
+    LARGEST: tl.constexpr = 65504.0 if DTYPE == tl.float16 else 3.3895313892515355e38
+    return tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
+
+
+@triton.jit
 def narrow(values, DTYPE: tl.constexpr):
     """fp32 -> fp16 or bf16, to nearest even; the interpreter truncates bf16."""
     if IS_INTERPRETED and DTYPE == tl.bfloat16:
@@ -185,6 +194,17 @@ def dot(left, right, sums):
 
 
 @triton.jit
+def load_padded(pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """SIZE elements, and zeros up to BLOCK."""
+    offsets = tl.arange(0, BLOCK)
+    if BLOCK > SIZE:
+        part = tl.load(pointer + offsets, mask=offsets < SIZE, other=0)
+    else:
+        part = tl.load(pointer + offsets)
+    return part
+
+
+@triton.jit
 def load_zero(pointers, mask, DTYPE: tl.constexpr):
     """Stored zeros -> fp32; ``pointers`` to int16."""
     return widen(tl.load(pointers, mask=mask, other=0).to(DTYPE, bitcast=True))
@@ -197,14 +217,54 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def relative_bfloat16(bits, TOP: tl.constexpr):
-    """bf16 bits (int16 [X]) -> fp16 [X] under 2**(TOP + 1) and e with value = fp16 * 2**e.
+def normalize_columns(columns, TOP: tl.constexpr):
+    """fp16 or bf16 [D, N] -> fp16 [D, N] with columns under 2**(TOP + 1), and i32 [N], the exponents divided out."""
+    wide = widen(columns)
+    largest = tl.max(tl.abs(wide), axis=0)
+    exponents = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - (127 + TOP), -100)
+    return (wide * power_of_two(-exponents)[None, :]).to(tl.float16), exponents
 
-    The power of two is that of the largest magnitude, so that every bf16 number that matters beside it is exact in fp16.
+
+@triton.jit
+def score_units(exponents, COLUMNS: tl.constexpr):
+    """2**exponents [N] by way of a tensor core: they come out in the layout of scores, and no page has to convert them."""
+    units = tl.broadcast_to(narrow(power_of_two(exponents), tl.bfloat16)[None, :], [WORD_ROWS, COLUMNS])
+    mean = tl.full([WORD_ROWS, WORD_ROWS], 1 / 16, tl.bfloat16)
+    return tl.max(dot(mean, units, tl.zeros([WORD_ROWS, COLUMNS], tl.float32)), axis=0)
+
+
+@triton.jit
+def scale_exponent(bits, TOP: tl.constexpr):
+    """The e for ``relative_scales`` with which the largest of some scales comes out in [2**TOP, 2**(TOP + 1))."""
+    return tl.maximum((tl.max(bits.to(tl.int32), axis=0) >> 7) - (127 + TOP), -112)
+
+
+@triton.jit
+def relative_scales(bits, exponent):
+    """The bits of scales (bf16, not negative, int16 [X]) -> fp16 scale * 2**-exponent, which must not overflow.
+
+    What comes out normal is exact; below 2**-14, far under the largest, it may be anything from 0 to 2**-14.
     """
-    largest = tl.max(bits.to(tl.int32) & 0x7FFF, axis=0)
-    exponent = tl.maximum((largest >> 7) - (127 + TOP), -126)
-    return (bfloat16_to_float32(bits) * power_of_two(-exponent)).to(tl.float16), exponent
+    if tl.target_info.cuda_capability_geq(9, 0):
+        # A bf16 number is an fp16 one shifted down by three bits, but for the bias.
+        scales = tl.inline_asm_elementwise(
+            asm="""
+            {
+            .reg .b32 clamped;
+            max.u16x2 clamped, $1, $2;
+            sub.u32 clamped, clamped, $2;
+            shl.b32 $0, clamped, 3;
+            }
+            """,
+            constraints="=r,r,r",
+            args=[bits, ((exponent + (127 - 15)) << 7).to(tl.int16)],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        scales = (bfloat16_to_float32(bits) * power_of_two(-exponent)).to(tl.float16)
+    return scales
 
 
 @triton.jit
@@ -254,7 +314,9 @@ def raw_slot(token, SINK: tl.constexpr, RING: tl.constexpr):
 
 
 @triton.jit
-def token_pointers(raw_ptr, raw_stride, new_ptr, new_stride, token, column, length, SINK: tl.constexpr, RING: tl.constexpr):
+def token_pointers(
+    raw_ptr, raw_stride, new_ptr, new_stride, token, column, length, SINK: tl.constexpr, RING: tl.constexpr
+):
     """The first channel of each token: below ``length`` in the raw slots, from there on at its ``column`` of the call."""
     slot = raw_slot(token, SINK, RING)
     from_call = new_ptr + column.to(tl.int64) * new_stride

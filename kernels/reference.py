@@ -264,7 +264,7 @@ def unseal_keys(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     if record.is_raw:
         return records.view(layout.dtype).unflatten(-1, (PAGE_SIZE, record.head_dim)).float()
     parts = split_key_records(records, record, layout.dtype)
-    return key_codes(parts) * parts.scale.float().unsqueeze(-2) + parts.zero.float().unsqueeze(-2)
+    return _saturate(key_codes(parts) * parts.scale.float().unsqueeze(-2) + parts.zero.float().unsqueeze(-2), layout.dtype)
 
 
 def unseal_values(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
@@ -277,7 +277,13 @@ def unseal_values(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     if parts.high is not None:
         codes = codes + (unpack_words(restore_value_words(parts.high)) << 2)
     scale = parts.scale.float() / value_premultipliers(records.device).float()
-    return codes * scale.unsqueeze(-1) + parts.zero.float().unsqueeze(-1)
+    return _saturate(codes * scale.unsqueeze(-1) + parts.zero.float().unsqueeze(-1), layout.dtype)
+
+
+def _saturate(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The top code of a page that spans the dtype's range can lie half a step above it."""
+    largest = torch.finfo(dtype).max
+    return values.clamp(-largest, largest)
 
 
 def boost_index(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:

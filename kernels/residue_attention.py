@@ -70,7 +70,9 @@ def _attend_raw_range(
         is_own = number >= num_cached
         token = tl.where(number < sink_count, number, number - num_cached + length)
         column = new_column(columns_ptr, number - num_cached, is_valid & is_own)
-        key_rows = token_pointers(raw_key_ptr, KEY_DIM, key_ptr, key_stride_column, token, column, length, SINK, KEY_RING)
+        key_rows = token_pointers(
+            raw_key_ptr, KEY_DIM, key_ptr, key_stride_column, token, column, length, SINK, KEY_RING
+        )
         value_rows = token_pointers(
             raw_value_ptr, VALUE_DIM, value_ptr, value_stride_column, token, column, length, SINK, VALUE_RING
         )
@@ -83,7 +85,17 @@ def _attend_raw_range(
     return softmax_result(running_max, total, accumulator)
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_column", "num_columns", "num_new", "num_raw_parts", "num_parts", "first_part"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "first_column",
+        "num_columns",
+        "num_new",
+        "num_raw_parts",
+        "num_parts",
+        "first_part",
+    ]
+)
 def attend_residue_kernel(
     query_ptr,  # columns first_column .. first_column + num_columns of the call
     key_ptr,
@@ -194,7 +206,8 @@ def attend_residue_kernel(
             SINK, VALUE_RING, NUM_HEADS, KEY_DIM, KEY_BITS, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO,
             KEY_BOOST, KEY_BYTES, VALUE_DIM, 16, 0, 0, 0, 0, KEY_BLOCK, VALUE_BLOCK, SLOT_BLOCK, COLUMNS, 1,
         )  # fmt: skip
-        page_place = partial_rows(row, head, page_column, page_member, num_columns, NUM_HEADS, GROUP) * num_parts + first_part + part
+        page_place = partial_rows(row, head, page_column, page_member, num_columns, NUM_HEADS, GROUP)
+        page_place = page_place * num_parts + first_part + part
         page_mask = is_page[None, :] & in_head[:, None]
         tl.store(partial_ptr + page_place[None, :] * VALUE_DIM + channels[:, None], page_result, mask=page_mask)
         tl.store(lse_ptr + page_place, page_lse, mask=is_page)

@@ -83,7 +83,9 @@ def _store_high_plane(record_ptr, high, slots, boosted, NUM_BOOSTED: tl.constexp
 
 
 @triton.jit
-def _store_boost_record(record_ptr, channels, slots, scale, boosted, NUM_BOOSTED: tl.constexpr, NUM_SLOTS: tl.constexpr):
+def _store_boost_record(
+    record_ptr, channels, slots, scale, boosted, NUM_BOOSTED: tl.constexpr, NUM_SLOTS: tl.constexpr
+):
     words = record_ptr.to(tl.pointer_type(tl.int32))
     tl.store(words + slots, (channels << 16) | round_to_bfloat16(4.0 * scale), mask=boosted)
     if NUM_SLOTS > NUM_BOOSTED:
@@ -271,9 +273,9 @@ def seal_pages_kernel(
             new_ptr = value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head
             token = page_index * PAGE_SIZE + SINK + tokens
             column = new_column(columns, token - length, token >= length)
-            rows = token_pointers(raw_ptr, VALUE_DIM, new_ptr, value_stride_column, token, column, length, SINK, VALUE_RING)
+            rows = token_pointers(
+                raw_ptr, VALUE_DIM, new_ptr, value_stride_column, token, column, length, SINK, VALUE_RING
+            )
             page = tl.load(table_ptr + row * table_stride + page_index).to(tl.int64)
             record_ptr = value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES
-            _seal_value_page(
-                rows, record_ptr, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK
-            )
+            _seal_value_page(rows, record_ptr, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK)

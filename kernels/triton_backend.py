@@ -1,6 +1,5 @@
 """The CUDA backend of ``ops``: launches the Triton kernels. Nothing here reads device memory or waits for it."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +10,16 @@ from kitty_compile.kernels import reference
 from kitty_compile.kernels.append import advance_kernel, append_kernel
 from kitty_compile.kernels.decode_attention import attend_pages_kernel
 from kitty_compile.kernels.dequantize_pages import copy_pages_kernel, dequantize_keys_kernel, dequantize_values_kernel
+from kitty_compile.kernels.launch_plan import (
+    ProgramShape,
+    block_sizes,
+    choose_splits,
+    key_constants,
+    num_processors,
+    page_constants,
+    program_shape,
+    value_constants,
+)
 from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout, RawLayout
 from kitty_compile.kernels.merge_splits import LOG2_E, merge_splits_kernel
 from kitty_compile.kernels.prefill_attention import prefill_pages_kernel
@@ -24,25 +33,11 @@ _COPY_BLOCK = 4096
 _MERGE_ELEMENTS = 4096
 # Raw tokens of a program in decode.
 _PART_TOKENS = 64
-_MAX_SPLITS = 256
 # Registers allow this many warps of the page kernel on a multiprocessor.
 _WARPS_PER_PROCESSOR = 8
-# What starting and ending a split costs, in pages.
-_SPLIT_OVERHEAD = 1.5
 # Query columns are taken in chunks whose partial outputs stay under this many bytes.
 _MAX_PARTIAL_BYTES = 1 << 28
 _CHUNK_COLUMNS = 64
-
-
-class _Shape(NamedTuple):
-    """How the query columns of one KV head are dealt to programs."""
-
-    columns: int  # of a program
-    warps: int  # of a program of the page kernels
-    rows: int  # columns of a residue program, padded to what a tensor core takes
-    residue_warps: int
-    tokens: int  # of a residue program's step
-    is_decode: bool
 
 
 def attend(
@@ -67,8 +62,11 @@ def attend(
             query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         ).contiguous()
     query, key, value = _dense_channels(query), _dense_channels(key), _dense_channels(value)
+    columns = None if columns is None else columns.contiguous()
     output = query.new_empty((*query.shape[:3], value.shape[3]))
-    call = _Call(query, key, value, columns, counts, state, layout, raw, _score_factors(scale, softcap), sinks, is_empty)
+    call = _Call(
+        query, key, value, columns, counts, state, layout, raw, _score_factors(scale, softcap), sinks, is_empty
+    )
     with torch.cuda.device_of(query):
         for first, last in call.chunks():
             call.attend_columns(first, last, output)
@@ -130,18 +128,18 @@ class _Call(NamedTuple):
             self.launch_pages(query, partial, lse, shape, splits + raw_parts, mixed, raw_values=True)
         _merge(partial, lse, self.sinks, output[:, :, first:last])
 
-    def num_splits(self, shape: _Shape, num_columns: int) -> int:
+    def num_splits(self, shape: ProgramShape, num_columns: int) -> int:
         if not self.has_pages:
             return 0
         batch, num_heads = self.key.shape[:2]
         programs = batch * num_heads * triton.cdiv(num_columns * self.group, shape.columns)
-        room = _num_processors(self.query.device) * _WARPS_PER_PROCESSOR // shape.warps
+        room = num_processors(self.query.device) * _WARPS_PER_PROCESSOR // shape.warps
         return choose_splits(programs, self.state.page_table.shape[1], room)
 
-    def num_raw_parts(self, shape: _Shape, num_columns: int) -> int:
+    def num_raw_parts(self, shape: ProgramShape, num_columns: int) -> int:
         """Raw tokens are dealt to several programs where few rows would leave the device idle."""
         batch, num_heads = self.key.shape[:2]
-        if not shape.is_decode or batch * num_heads > 4 * _num_processors(self.query.device):
+        if not shape.is_decode or batch * num_heads > 4 * num_processors(self.query.device):
             return 1
         most = num_columns if self.is_empty else self.raw.sink_length + PAGE_SIZE - 1 + num_columns
         return int(triton.cdiv(most, _PART_TOKENS))
@@ -151,7 +149,7 @@ class _Call(NamedTuple):
         query: torch.Tensor,
         partial: torch.Tensor,
         lse: torch.Tensor,
-        shape: _Shape,
+        shape: ProgramShape,
         first_part: int,
         splits: int,
         *,
@@ -162,9 +160,9 @@ class _Call(NamedTuple):
         constants = {**self.common_constants(), **page_constants(self.layout)}
         if shape.is_decode:
             has_raw_pages = raw_values or self.layout.key.is_raw or self.layout.value.is_raw
-            kernel, stages = attend_pages_kernel, 1 if has_raw_pages else 3
+            kernel, stages = attend_pages_kernel, 1 if has_raw_pages else shape.stages
         else:
-            kernel, stages = prefill_pages_kernel, 2
+            kernel, stages = prefill_pages_kernel, shape.stages
             constants["NUM_BOOSTED"] = self.layout.key.num_boosted
         kernel[(splits * blocks, num_heads, batch)](
             query, self.state.key_pages, self.state.value_pages, self.state.raw_value, self.state.page_table,
@@ -178,7 +176,7 @@ class _Call(NamedTuple):
         query: torch.Tensor,
         partial: torch.Tensor,
         lse: torch.Tensor,
-        shape: _Shape,
+        shape: ProgramShape,
         first_column: int,
         first_part: int,
         raw_parts: int,
@@ -191,7 +189,7 @@ class _Call(NamedTuple):
             self.state.page_table, self.state.lengths, self.counts, self.columns, partial, lse,
             *query.stride()[:3], *self.key.stride()[:3], *self.value.stride()[:3], self.state.page_table.stride(0),
             first_column, query.shape[2], num_new, raw_parts, partial.shape[1], first_part, *self.score_factors,
-            **self.common_constants(), **key_constants(self.layout), **_blocks(self.layout),
+            **self.common_constants(), **key_constants(self.layout), **block_sizes(self.layout),
             VALUE_DIM=self.layout.value_dim, KEY_RING=self.raw.key_ring, IS_EMPTY=self.is_empty, MIXED_PAGES=mixed,
             COLUMNS=shape.columns, ROWS=shape.rows, PART_TOKENS=_PART_TOKENS, TOKENS=shape.tokens, STAGES=2,
             num_warps=shape.residue_warps,
@@ -208,37 +206,6 @@ class _Call(NamedTuple):
         }
 
 
-def program_shape(num_pairs: int, layout: PageLayout) -> _Shape:
-    """``num_pairs`` = new columns times the GQA group. Decode takes one block of columns and one warp, which reads packed
-    words straight into a tensor core's operand; longer calls take wide blocks, so that they unpack less often."""
-    is_wide = max(layout.key_dim, layout.value_dim) > 128
-    if num_pairs <= 16:
-        columns = 8 if num_pairs <= 8 else 16
-        return _Shape(columns, 1, 16, 2 if is_wide else 1, 16, True)
-    columns = 64 if num_pairs <= 64 or is_wide else 128
-    return _Shape(columns, 8 if is_wide else columns // 16, columns, columns // 16, 32 if is_wide else 64, False)
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_splits(programs: int, max_pages: int, room: int) -> int:
-    """Into how many splits the pages of a row go. ``programs`` without splitting, ``room`` for programs at a time: the fewest
-    page steps in sequence, counting whole waves of programs."""
-    best, least = 1, float("inf")
-    for splits in range(1, min(max_pages, _MAX_SPLITS) + 1):
-        waves = -(-programs * splits // room)
-        steps = waves * (-(-max_pages // splits) + _SPLIT_OVERHEAD)
-        if steps < least:
-            best, least = splits, steps
-    return best
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _merge(partial: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, output: torch.Tensor) -> None:
     _, num_heads, num_columns, head_dim = output.shape
     num_rows, num_parts = lse.shape
@@ -248,8 +215,8 @@ def _merge(partial: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None,
     rows = 1 << (rows.bit_length() - 1)
     merge_splits_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(head_dim, channels))](
         partial, lse, output, sinks, *output.stride()[:3], num_rows, num_columns, num_parts,
-        QUERY_HEADS=num_heads, VALUE_DIM=head_dim, LARGEST=torch.finfo(output.dtype).max, PARTS=parts, ROWS=rows, CHANNELS=channels,
-        num_warps=4 if rows * parts * channels >= 2048 else 1,
+        QUERY_HEADS=num_heads, VALUE_DIM=head_dim, LARGEST=torch.finfo(output.dtype).max,
+        PARTS=parts, ROWS=rows, CHANNELS=channels, num_warps=4 if rows * parts * channels >= 2048 else 1,
     )  # fmt: skip
 
 
@@ -268,6 +235,7 @@ def update(
     """Seal the pages that the call completes, append its tokens to the raw slots, advance the lengths."""
     _require_half_precision(key)
     key, value = _dense_channels(key), _dense_channels(value)
+    columns = None if columns is None else columns.contiguous()
     batch, num_heads, num_columns, _ = key.shape
     strides = (*key.stride()[:3], *value.stride()[:3])
     constants = {
@@ -276,7 +244,7 @@ def update(
         "KEY_RING": raw.key_ring,
         "VALUE_RING": raw.value_ring,
     }
-    blocks = {name: size for name, size in _blocks(layout).items() if name != "SLOT_BLOCK"}
+    blocks = {name: size for name, size in block_sizes(layout).items() if name != "SLOT_BLOCK"}
     is_wide = max(layout.key_dim, layout.value_dim) > 128
     with torch.cuda.device_of(key):
         if state.page_table.shape[1] > 0:
@@ -305,13 +273,15 @@ def dequantize_pages(
     """The first ``num_pages`` pages of every row, dense: [B, Hkv, num_pages * 128, D] in the layout's dtype (algorithm 1)."""
     record = layout.key if is_key else layout.value
     batch, num_heads = page_table.shape[0], layout.num_kv_heads
-    dense = torch.empty((batch, num_heads, num_pages * PAGE_SIZE, record.head_dim), dtype=layout.dtype, device=pages.device)
+    dense = torch.empty(
+        (batch, num_heads, num_pages * PAGE_SIZE, record.head_dim), dtype=layout.dtype, device=pages.device
+    )
     _require_half_precision(dense)
     if dense.numel() == 0:
         return dense
     grid = (num_pages, num_heads, batch)
     arguments = page_table, dense, page_table.stride(0), num_pages
-    blocks = _blocks(layout)
+    blocks = block_sizes(layout)
     with torch.cuda.device_of(pages):
         if record.is_raw:
             copy_pages_kernel[grid](
@@ -328,51 +298,6 @@ def dequantize_pages(
                 pages, *arguments, NUM_HEADS=num_heads, **value_constants(layout), VALUE_BLOCK=blocks["VALUE_BLOCK"]
             )
     return dense
-
-
-@functools.cache
-def key_constants(layout: PageLayout) -> dict[str, int]:
-    """What kernels know of a key record."""
-    record = layout.key
-    return {
-        "KEY_DIM": record.head_dim,
-        "KEY_BITS": record.bits,
-        "NUM_SLOTS": record.num_slots,
-        "HAS_INDEX": record.has_boost_index,
-        "KEY_HIGH": record.high_offset,
-        "KEY_SCALE": record.scale_offset,
-        "KEY_ZERO": record.zero_offset,
-        "KEY_BOOST": record.boost_offset,
-        "KEY_BYTES": record.nbytes,
-    }
-
-
-@functools.cache
-def value_constants(layout: PageLayout) -> dict[str, int]:
-    """What kernels know of a value record."""
-    record = layout.value
-    return {
-        "VALUE_DIM": record.head_dim,
-        "VALUE_BITS": record.bits,
-        "VALUE_HIGH": record.high_offset,
-        "VALUE_SCALE": record.scale_offset,
-        "VALUE_ZERO": record.zero_offset,
-        "VALUE_BYTES": record.nbytes,
-    }
-
-
-@functools.cache
-def _blocks(layout: PageLayout) -> dict[str, int]:
-    """Powers of two that hold a head's channels, and the boosted ones."""
-    return {
-        "KEY_BLOCK": triton.next_power_of_2(layout.key_dim),
-        "VALUE_BLOCK": triton.next_power_of_2(layout.value_dim),
-        "SLOT_BLOCK": max(16, triton.next_power_of_2(layout.key.num_slots)),
-    }
-
-
-def page_constants(layout: PageLayout) -> dict[str, int]:
-    return {**key_constants(layout), **value_constants(layout), **_blocks(layout)}
 
 
 def _hash_base(seed: int, layer: int) -> int:

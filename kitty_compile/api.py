@@ -56,8 +56,13 @@ def remove(model: Model) -> Model:
     attachment: hooks.Attachment = vars(model).pop(ATTACHMENT)
     for handle in attachment.handles:
         handle.remove()
-    for name in ("forward", "_prepare_cache_for_generation", *generation.CONTINUOUS_BATCHING_METHODS):
+    for name in ("_prepare_cache_for_generation", *generation.CONTINUOUS_BATCHING_METHODS):
         vars(model).pop(name, None)
+    graph = vars(model).get("forward")
+    if isinstance(graph, DecodeGraph):
+        del vars(model)["forward"]
+        if graph.previous is not None:
+            vars(model)["forward"] = graph.previous
     if model.config._attn_implementation == attachment.implementation:
         model.config._attn_implementation_internal = attachment.original
     return model

@@ -50,10 +50,11 @@ class PagedCache:
         self._call: Call | None = None
         self._served: set[int] = set()
         self._padding: torch.Tensor | None = None
-        # Host's upper bound of high_water - length over the rows, and its value before the running call.
-        self._rollback_debt = self._debt_before = 0
-        # Most columns that were held since the last reset: sliding rings have lost what lies too far before it.
+        # Most columns held since the last reset: sliding rings have lost what lies too far before it.
         self._high_columns = 0
+        # The same for paged rings, which a deep crop refills: a crop that goes back from it by no more than the rollback
+        # window takes no row further back than that from its high_water, whatever pads came between.
+        self._refill_columns = 0
 
     @property
     def _paged(self) -> list[PagedLayer]:
@@ -90,9 +91,6 @@ class PagedCache:
             self._map = ColumnMap()
         self._map.write(call)
         self._call = call
-        self._debt_before = self._rollback_debt
-        if real is None:
-            self._rollback_debt = max(self._rollback_debt - num_columns, 0)
         return call
 
     def set_padding(self, attention_mask: torch.Tensor | None) -> None:
@@ -157,8 +155,6 @@ class PagedCache:
 
     def abort_call(self) -> None:
         """Forget the forward after an exception. Layers that were served keep its tokens until ``crop``."""
-        if self._call is not None:
-            self._rollback_debt = self._debt_before
         self._close_call()
 
     def _close_call(self) -> None:
@@ -243,9 +239,9 @@ class PagedCache:
         if most == columns:
             return
         self.abort_call()
-        debt = self._rollback_debt + most - columns
         self._high_columns = max(self._high_columns, most)
         self._check_sliding(columns)
+        high, window = max(self._refill_columns, most), self.config.rollback_window
         for layer in self.layers:
             if not layer.is_initialized:
                 continue
@@ -253,10 +249,10 @@ class PagedCache:
                 layer.set_columns(columns)
             else:
                 lengths = self._tokens_in(columns, layer.lengths)
-                if debt > self.config.rollback_window:
+                if high - columns > window:
                     layer.refill(lengths)
                 layer.set_lengths(lengths, columns)
-        self._rollback_debt = min(debt, self.config.rollback_window)
+        self._refill_columns = min(high, columns + window)
         self._high_columns = self._high_columns if columns else 0
         self._deal()
 
@@ -328,7 +324,7 @@ class PagedCache:
             layer.reset()
         self._close_call()
         self._map, self._padding = ColumnMap(), None
-        self._rollback_debt = self._high_columns = 0
+        self._refill_columns = self._high_columns = 0
         self._deal()
 
     def _release(self) -> None:
@@ -378,8 +374,12 @@ class PagedCache:
 
     def bits_per_element(self) -> float:
         """``nbytes`` in bits over the K and V elements of the tokens held; nan while it holds none. Asks the device."""
-        elements = int(self.lengths.sum()) * sum(layer.elements_per_token for layer in self.layers)
+        elements = sum(layer.elements_per_token * int(self._held(layer).sum()) for layer in self.layers)
         return 8 * self.nbytes / elements if elements else float("nan")
+
+    def _held(self, layer: PagedLayer | SlidingLayer) -> torch.Tensor:
+        """Tokens per row that a layer of any cache would have to keep."""
+        return self.lengths if isinstance(layer, PagedLayer) else self.lengths.clamp(max=layer.window)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that a layer has seen (pads included)."""

@@ -62,6 +62,8 @@ class DecodeGraph:
 
     def __init__(self, model: PreTrainedModel, attachment: hooks.Attachment) -> None:
         self.model, self.attachment = model, attachment
+        # Somebody else's ``forward`` on the instance stays in charge of what it wraps.
+        self.previous = vars(model).get("forward")
         self.parameters = tuple(inspect.signature(type(model).forward).parameters)[1:]
         # transformers reads the signature of ``model.forward``.
         self.__signature__ = inspect.signature(model.forward)
@@ -77,7 +79,7 @@ class DecodeGraph:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step(args, kwargs)
         if step is None:
-            return type(self.model).forward(self.model, *args, **kwargs)
+            return self._forward(*args, **kwargs)
         hooks.check_call(self.attachment, self.model.get_decoder(), step.cache)
         call = hooks.begin_call(self.attachment, step.cache, step.attention_mask, step.input_ids)
         key = step.key(call)
@@ -88,8 +90,13 @@ class DecodeGraph:
             self._warm = key[1:]
             if not is_warm or not self._capture(step, call, key):
                 step.cache.abort_call()
-                return type(self.model).forward(self.model, *args, **kwargs)
+                return self._forward(*args, **kwargs)
         return self._replay(step, call)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Step | None:
         """The call's arguments if it is a step that a graph can serve."""
@@ -119,8 +126,7 @@ class DecodeGraph:
         set_active_call(ActiveCall(step.cache, decoder.config, decoder, active_call(), is_prepared=True))
         try:
             with torch.cuda.graph(graph):
-                output = type(self.model).forward(
-                    self.model,
+                output = self._forward(
                     input_ids=input_ids,
                     position_ids=position_ids,
                     **{self.attachment.cache_argument: step.cache},

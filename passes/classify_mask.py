@@ -21,7 +21,7 @@ from torch import fx
 
 from kitty_compile.passes.evaluate import Subgraph
 from kitty_compile.passes.mask_evidence import NotCausalError
-from kitty_compile.passes.nodes import NoMatchError, is_static, op_name, shape, sizes
+from kitty_compile.passes.nodes import NoMatchError, is_static, op_name, shape, sizes, value_of
 from kitty_compile.passes.place_columns import MAX_SCORES, ColumnPlacer, content_like
 from kitty_compile.passes.probe_mask import Frame, MaskProbe, Shift
 from kitty_compile.passes.records import AttentionMatch, MaskKind, MaskRefusal
@@ -30,23 +30,35 @@ from kitty_compile.passes.records import AttentionMatch, MaskKind, MaskRefusal
 def classify_mask(match: AttentionMatch, order: dict[fx.Node, int]) -> MaskKind | MaskRefusal:
     """What the masks of a matched attention amount to."""
     try:
-        kind = _Classifier(match, order).classify() if match.masks else _without_mask(match)
+        kind = _Classifier(match, order).classify() if match.masks else _without_mask(match, order)
         return _with_kept(kind, match)
     except NoMatchError as failure:
         return MaskRefusal(str(failure))
 
 
-def _without_mask(match: AttentionMatch) -> MaskKind:
+def _without_mask(match: AttentionMatch, order: dict[fx.Node, int]) -> MaskKind:
     if match.is_causal:
-        # SDPA aligns its causal mask with the first key, which is the first column only when there is no past.
-        if match.update.key_past is not None or match.num_columns != match.num_keys:
+        # SDPA aligns its causal mask with the first key, which must then be the first column of the call.
+        if match.num_columns != match.num_keys or not _starts_empty(match, order):
             raise NoMatchError("is_causal counts from the first key, but there is a past: queries see the wrong columns")
         return MaskKind("causal")
     if match.num_columns != 1 or not is_static(sizes(match.key)[match.update.columns_dim]):
         raise NoMatchError("there is no mask: every column sees all others (bidirectional)")
-    if match.update.is_static:
+    if match.update.is_static and not _starts_empty(match, order):
         raise NoMatchError("there is no mask over a cache of fixed length: columns that are not written yet are seen")
     return MaskKind("causal")
+
+
+def _starts_empty(match: AttentionMatch, order: dict[fx.Node, int]) -> bool:
+    """Are the call's columns the first ones, whatever the graph's inputs?"""
+    positions = match.update.positions
+    if not match.update.is_static:
+        return match.update.key_past is None
+    if not isinstance(positions, fx.Node):
+        return positions == 0
+    written = Subgraph([positions], order, reader=match.node)
+    is_fixed = not written.inputs and not isinstance(value_of(positions), torch.SymInt)
+    return is_fixed and torch.equal(written.run({})[0].flatten(), torch.arange(match.num_columns))
 
 
 def _with_kept(kind: MaskKind, match: AttentionMatch) -> MaskKind:

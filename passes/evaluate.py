@@ -41,13 +41,13 @@ class Setting:
         symbols: values of size symbols, by name; all of them, or none.
         resize: replacements of literal sizes, for graphs without symbols.
         overrides: what to make of the results of some nodes before others read them.
-        clamp_index: bring indices of ``aten.index`` into range, for positions that lie outside.
+        num_columns: bring indices of ``aten.index`` below this, for columns that were moved elsewhere; None: leave them.
     """
 
     symbols: Mapping[str, int] = dataclasses.field(default_factory=dict)
     resize: Mapping[int, int] = dataclasses.field(default_factory=dict)
     overrides: Mapping[fx.Node, Override] = dataclasses.field(default_factory=dict)
-    clamp_index: bool = False
+    num_columns: int | None = None
 
     def size(self, size: Any) -> int:
         """The concrete value of a size of the graph."""
@@ -155,8 +155,8 @@ def _call(node: fx.Node, load: Callable[[fx.Node], Any], setting: Setting) -> An
     args, kwargs = _resized(node, setting) if setting.resize else (node.args, node.kwargs)
     args, kwargs = fx.node.map_arg((args, kwargs), argument)
     args, kwargs = fx.node.map_aggregate((args, kwargs), _on_cpu)
-    if setting.clamp_index and op_name(node) == "index":
-        args = (args[0], _clamped(args[0], args[1]))
+    if setting.num_columns is not None and op_name(node) == "index":
+        args = (args[0], _clamped(args[0], args[1], setting.num_columns))
     assert callable(node.target)
     result = node.target(*args, **kwargs)
     override = setting.overrides.get(node)
@@ -269,9 +269,12 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _clamped(source: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _clamped(
+    source: torch.Tensor, indices: Sequence[torch.Tensor | None], num_columns: int
+) -> list[torch.Tensor | None]:
     clamped: list[torch.Tensor | None] = []
     for dim, index in enumerate(indices):
         is_position = index is not None and index.dtype in (torch.int64, torch.int32)
-        clamped.append(index.clamp(0, source.shape[dim] - 1) if index is not None and is_position else index)
+        last = min(source.shape[dim], num_columns) - 1
+        clamped.append(index.clamp(0, last) if index is not None and is_position else index)
     return clamped

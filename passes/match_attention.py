@@ -32,7 +32,9 @@ from kitty_compile.passes.nodes import (
     dtype,
     module_path,
     op_name,
+    is_pointwise,
     order_of,
+    readers,
     shape,
     sizes,
     value_of,
@@ -120,16 +122,24 @@ def _match_eager(softmax: fx.Node, order: Order) -> AttentionMatch | None:
 
 
 def _value_product(softmax: fx.Node) -> fx.Node | None:
-    """The product of the softmax's result and something else, through casts, views, dropout and the cut of sinks."""
-    queue = [softmax]
+    """The product of the softmax's result and something else; None when there is none.
+
+    Raises:
+        NoMatchError: there is one, but of weights that were changed on the way.
+    """
+    queue: list[tuple[fx.Node, str]] = [(softmax, "")]
     while queue:
-        node = queue.pop()
+        node, changed = queue.pop()
         for user in node.users:
             name = op_name(user)
             if name in PRODUCTS and _weights_operand(user) is node:
+                if changed:
+                    raise NoMatchError(f"attention weights pass through {changed}")
                 return user
             if name in _WEIGHTS_PASS or name == "slice":
-                queue.append(user)
+                queue.append((user, changed))
+            elif is_pointwise(user) or source_of(user) is not None:
+                queue.append((user, changed or name))
     return None
 
 
@@ -158,7 +168,7 @@ def _check_weights(softmax: fx.Node, product: fx.Node, scores: Scores) -> None:
     num_keys = shape(node)[-1]
     reader, cut = product, False
     while True:
-        others = [user for user in node.users if user is not reader]
+        others = [user for user in readers(node) if user is not reader]
         if others:
             raise NoMatchError(f"attention weights are also read by {others[0]}")
         if node is softmax:
@@ -230,8 +240,8 @@ def _check_readers(update: KVUpdate) -> None:
     if update.kind != "cat":
         return
     for full in (update.key_full, update.value_full):
-        for user in full.users:
-            is_handed_on = user.op == "output" or op_name(user) in ("slice", "sym_size") or source_of(user) is full
+        for user in readers(full):
+            is_handed_on = user.op == "output" or op_name(user) == "slice" or source_of(user) is full
             if not is_handed_on and op_name(user) not in PRODUCTS | {"scaled_dot_product_attention", "mul", "div"}:
                 raise NoMatchError(f"the cache is also read by {user}")
 

@@ -21,6 +21,10 @@ from kitty_compile.passes.trace_axes import Axes, Factor, follow, fuse, label, s
 Order = dict[fx.Node, int]
 
 
+class _TiledHeadsError(NoMatchError):
+    """Further upstream there are fewer heads than the operand has, in another order."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """What the two products multiply: ``query @ key^T`` and ``weights @ value``."""
@@ -67,6 +71,8 @@ def match_keys(operand: fx.Node, is_transposed: bool, order: Order) -> KeyHeads:
         for columns_dim, names in ((2, "bhnd"), (1, "bnhd")):
             try:
                 heads = _read(chain[: index + 1], names, columns_dim, is_transposed, math.prod(factors[:index]))
+            except _TiledHeadsError:
+                raise
             except NoMatchError as failure:
                 reason = str(failure) if columns_dim == 2 else reason
                 continue
@@ -143,7 +149,7 @@ def _read_leading(axes: Axes, num_heads: int, operand: fx.Node) -> tuple[int, in
     batch = leading.pop(0).size if leading and leading[0].axis == "b" else 1
     if num_heads > 1:
         if leading and not leading[0].axis:
-            raise NoMatchError(f"{operand} tiles heads: query head i reads KV head i modulo their number")
+            raise _TiledHeadsError(f"{operand} tiles heads: query head i reads KV head i modulo their number")
         if not leading or leading.pop(0) != Factor("h", 1, num_heads):
             raise NoMatchError(f"{operand} does not keep rows and heads in order")
     repeats = leading.pop(0).size if leading and not leading[0].axis else 1

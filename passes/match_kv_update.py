@@ -25,11 +25,13 @@ from kitty_compile.passes.nodes import (
     sizes,
     value_of,
     writers,
+    written_nodes,
 )
 from kitty_compile.passes.records import KVUpdate
 from kitty_compile.passes.trace_axes import source_of
 
 _CATS = frozenset({"cat", "concat", "concatenate"})
+_CREATIONS = frozenset({"zeros", "empty", "full", "new_zeros", "new_empty", "zeros_like", "empty_like"})
 _WRITES_IN_PLACE = frozenset({"index_copy_", "index_put_", "copy_"})
 
 
@@ -86,7 +88,7 @@ def _match_side(full: fx.Node, columns_dim: int, consumer: fx.Node, order: dict[
         return _match_write(full, arguments(full), columns_dim)
     buffer = _buffer_of(full)
     if buffer is None:
-        return _Side("none", full)
+        return _match_own(full, columns_dim)
     writes = [node for node in writers(buffer, order, before=consumer) if op_name(node)]
     if not writes:
         raise NoMatchError("keys and values are graph inputs that this call adds nothing to (cross attention?)")
@@ -95,9 +97,27 @@ def _match_side(full: fx.Node, columns_dim: int, consumer: fx.Node, order: dict[
     return _match_in_place(buffer, writes[0], columns_dim)
 
 
+def _match_own(full: fx.Node, columns_dim: int) -> _Side:
+    """Attention over the call's own columns alone: the first call of a cache where the graph returns them, else none."""
+    top = full
+    while (source := source_of(top)) is not None:
+        top = source
+    queue, is_returned = [top], False
+    while queue:
+        node = queue.pop()
+        for user in node.users:
+            if user.op == "output":
+                is_returned = True
+            elif any(written is not node for written in written_nodes(user)):
+                raise NoMatchError(f"{user} keeps the keys or values for later calls in a way that is not understood")
+            elif source_of(user) is node or op_name(user) == "slice":
+                queue.append(user)
+    return _Side("cat", full, kept=_kept(full, columns_dim)) if is_returned else _Side("none", full)
+
+
 def _buffer_of(node: fx.Node) -> fx.Node | None:
-    """The graph input that ``node`` is a view or an updated version of."""
-    while not is_graph_input(node):
+    """The graph input, or the buffer made in this call, that ``node`` is a view or an updated version of."""
+    while not is_graph_input(node) and op_name(node) not in _CREATIONS:
         source = node.args[0] if op_name(node) in _WRITES_IN_PLACE else source_of(node)
         if source is None and op_name(node) == "select":
             source = cast(fx.Node, node.args[0])
@@ -205,22 +225,24 @@ def _match_index_put(write: fx.Node, named: dict[str, object], past: fx.Node, co
 def _match_slice_write(buffer: fx.Node, write: fx.Node, named: dict[str, object], columns_dim: int) -> _Side:
     """``buffer[..., start : start + t, ...] = new``: a copy into a chain of slices, one of which is of the columns."""
     target, start = cast(fx.Node, named["self"]), None
+    if target is buffer:
+        raise NoMatchError(f"{write} overwrites the whole cache (a ring that is rolled?)")
     while target is not buffer:
         if op_name(target) != "slice":
             raise NoMatchError(f"{write} writes to a part of the cache that is not understood")
         slicing = arguments(target)
         dim, source = slicing["dim"] % len(shape(target)), cast(fx.Node, slicing["self"])
-        if dim == columns_dim and shape(target) != shape(source):
-            if start is not None or slicing["step"] != 1:
+        if dim == columns_dim and (start is None or shape(target) != shape(source)):
+            if start or slicing["step"] != 1:
                 raise NoMatchError(f"{write} writes to a part of the cache that is not understood")
             start = slicing["start"] or 0
-        elif dim != columns_dim and (slicing["start"] or 0) != 0:
+        elif (slicing["start"] or 0) != 0:
             raise NoMatchError(f"{write} writes to some of the rows or heads")
         target = source
     new = cast(fx.Node, named["src"])
     if len(shape(new)) != 4 or [str(size) for size in sizes(new)] != [str(size) for size in sizes(named["self"])]:
         raise NoMatchError(f"{write} writes one value to many places")
-    return _Side("slice", new, buffer, start if start is not None else 0)
+    return _Side("slice", new, buffer, start or 0)
 
 
 def _same_place(first: fx.Node | int | None, second: fx.Node | int | None) -> bool:

@@ -20,6 +20,7 @@ from kitty_compile.passes.nodes import (
     arguments,
     constant_of,
     is_alias,
+    is_pointwise,
     op_name,
     shape,
     value_of,
@@ -285,16 +286,10 @@ def _head_dimension(sinks: fx.Node) -> int | None:
 
 def reaches_product(node: fx.Node, depth: int = 24) -> bool:
     """Is there a product of two activations above ``node``, through nothing but element-wise operators and views?"""
-    if depth == 0:
-        return False
-    name = op_name(node)
-    if name in PRODUCTS:
+    if op_name(node) in PRODUCTS:
         return is_product_of_activations(node)
-    name = name.removesuffix("_")
-    through = _PASSES | {"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "cat", "maximum", "max", "clamp"}
-    if name not in through:
-        return False
-    return any(reaches_product(operand, depth - 1) for operand in node.all_input_nodes)
+    passes = is_pointwise(node) or source_of(node) is not None or op_name(node) in ("cat", "dropout", "slice")
+    return passes and depth > 0 and any(reaches_product(operand, depth - 1) for operand in node.all_input_nodes)
 
 
 def is_product_of_activations(node: fx.Node) -> bool:

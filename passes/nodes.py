@@ -15,6 +15,8 @@ CONSTANT = "kitty_constant"
 _ALIASES_WITHOUT_SCHEMA = frozenset({"dropout", "type_as"})
 _WRITES_NOTHING = frozenset({"detach_", "squeeze_", "unsqueeze_", "transpose_", "t_"})
 
+_READS_NO_ELEMENT = frozenset({"_assert_tensor_metadata", "sym_size", "sym_stride", "sym_numel"})
+
 
 class NoMatchError(Exception):
     """A pattern does not hold; the message is the reason that a report shows."""
@@ -142,6 +144,20 @@ def is_alias(node: fx.Node) -> bool:
 
 def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """The users that read elements, not only sizes or dtype."""
+    return [user for user in node.users if op_name(user) not in _READS_NO_ELEMENT]
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Is this an operator that works element by element, in place or not?"""
+    name = op_name(node)
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if not name or packet is None:
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
 def writers(node: fx.Node, order: dict[fx.Node, int], before: fx.Node, after: fx.Node | None = None) -> list[fx.Node]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -38,10 +38,11 @@ def normalize(gm: fx.GraphModule, example_inputs: Sequence[object]) -> fx.GraphM
         normal = gm
     else:
         fakes = [value_of(node) for node in placeholders]
-        fake_mode = detect_fake_mode(fakes)
-        if fake_mode is None:
+        # Not the mode of the tracing context: within a backend that is a new one, and modes do not mix.
+        modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
+        if not modes:
             raise ValueError("gm must come with fake values of its inputs, got a graph that was not captured by Dynamo")
-        with fake_mode, fx.traceback.preserve_node_meta():
+        with modes[0], fx.traceback.preserve_node_meta():
             run = fx.Interpreter(gm).run
             normal = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     owned = {

@@ -113,7 +113,8 @@ class MaskProbe:
         """
         is_moved = shift is not unmoved
         overrides = {node: self._mover(frame, shift) for node in self.column_counts} if is_moved else {}
-        setting = dataclasses.replace(frame.setting, overrides=overrides, clamp_index=is_moved)
+        within = frame.past + frame.num_columns if is_moved else None
+        setting = dataclasses.replace(frame.setting, overrides=overrides, num_columns=within)
         inputs = {node: self._content(node, frame, roles, shift, padding) for node in self.subgraph.inputs}
         try:
             values = self.subgraph.run({**inputs, **(contents or {})}, setting)
@@ -134,12 +135,15 @@ class MaskProbe:
 
     def _mover(self, frame: Frame, shift: Shift) -> Override:
         """Moves the values of an ``arange`` that counts columns; one that counts anything else is left alone."""
-        total = frame.past + frame.num_columns
-        first = {total: 0} if self.moves_queries or self.moves_keys else {}
-        if self.moves_keys:
-            first[frame.num_keys] = frame.first_key
-        if self.moves_queries:
-            first[frame.num_columns] = frame.past
+        first = {frame.past + frame.num_columns: 0} if self.moves_queries or self.moves_keys else {}
+        for size, column, moves in (
+            (frame.num_keys, frame.first_key, self.moves_keys),
+            (frame.num_columns, frame.past, self.moves_queries),
+        ):
+            if moves:
+                first[size] = column
+            elif frame.num_keys != frame.num_columns:
+                first.pop(size, None)
 
         def move(values: torch.Tensor) -> torch.Tensor:
             if values.numel() not in first or values.is_floating_point():

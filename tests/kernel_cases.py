@@ -43,9 +43,7 @@ class Case:
         return Case(**moved)
 
 
-def make_layout(
-    dtype=torch.float16, *, key_dim=64, value_dim=None, heads=2, key_bits=2, value_bits=2, num_boosted=8
-):
+def make_layout(dtype=torch.float16, *, key_dim=64, value_dim=None, heads=2, key_bits=2, value_bits=2, num_boosted=8):
     return PageLayout(key_dim, value_dim or key_dim, heads, key_bits, value_bits, num_boosted, dtype)
 
 
@@ -94,20 +92,25 @@ def make_case(
     seed=0,
     boost_seed=None,
     past=None,
+    room=0,
 ):
-    """Rows of ``lengths`` tokens and a call of ``num_columns`` columns, ``pads[row]`` of them no tokens. On the CPU."""
+    """Rows of ``lengths`` tokens and a call of ``num_columns`` columns, ``pads[row]`` of them no tokens; the page table has
+    ``room`` for that many tokens more. On the CPU."""
     generator = torch.Generator().manual_seed(seed)
     batch, heads, dtype = len(lengths), layout.num_kv_heads, layout.dtype
     longest = max(lengths)
     past_key, past_value = past or (
-        random_tokens(batch, heads, longest, head_dim, dtype, generator, kind) for head_dim in (layout.key_dim, layout.value_dim)
+        random_tokens(batch, heads, longest, head_dim, dtype, generator, kind)
+        for head_dim in (layout.key_dim, layout.value_dim)
     )
-    max_pages = raw.pages_for(longest + num_columns) + 1
+    max_pages = raw.pages_for(longest + num_columns + room) + 1
     state = _poisoned_state(layout, raw, batch, max_pages, spare_pages, generator)
     for row, length in enumerate(lengths):
         _fill_row(state, layout, raw, row, past_key[row, :, :length], past_value[row, :, :length], boost_seed)
 
-    query = torch.randn(batch, num_columns, heads * group, layout.key_dim, generator=generator).to(dtype).transpose(1, 2)
+    query = (
+        torch.randn(batch, num_columns, heads * group, layout.key_dim, generator=generator).to(dtype).transpose(1, 2)
+    )
     # Tokens first in memory, as a model's projections leave them: heads are not dense.
     key = random_tokens(batch, num_columns, heads, layout.key_dim, dtype, generator).transpose(1, 2)
     value = random_tokens(batch, num_columns, heads, layout.value_dim, dtype, generator).transpose(1, 2)
@@ -160,8 +163,10 @@ def _fill_row(state, layout, raw, row, key, value, boost_seed):
 def _whole_pages(tokens, sink_length, num_pages):
     """[Hkv, length, D] -> [num_pages, Hkv, 128, D]"""
     inner = tokens[:, sink_length : sink_length + num_pages * PAGE_SIZE]
-    return inner.unflatten(1, (num_pages, PAGE_SIZE)).transpose(0, 1) if num_pages else inner.new_empty(
-        0, tokens.shape[0], PAGE_SIZE, tokens.shape[2]
+    return (
+        inner.unflatten(1, (num_pages, PAGE_SIZE)).transpose(0, 1)
+        if num_pages
+        else inner.new_empty(0, tokens.shape[0], PAGE_SIZE, tokens.shape[2])
     )
 
 

@@ -113,10 +113,11 @@ def test_the_ring_holds_the_newest_columns():
         assert columns.ring[3].item() == total
 
 
-def test_rolling_back_within_the_room_forgets_the_dropped_columns():
+@pytest.mark.parametrize(("length", "drops"), [(40, (RING - WINDOW, 2)), (11, (9, 3))])
+def test_rolling_back_within_the_room_forgets_the_dropped_columns(length, drops):
     columns = Columns(2)
-    columns.call(40)
-    for dropped in (RING - WINDOW, 2):
+    columns.call(length)
+    for dropped in drops:
         kept = columns.real.shape[1] - dropped
         columns.key, columns.value = columns.key[:, :, :kept], columns.value[:, :, :kept]
         columns.real = columns.real[:, :kept]

@@ -131,6 +131,23 @@ def test_a_deep_crop_restores_from_the_pages(kept, overrides):
             assert (found[:, :, :700] - original).abs().max() <= 2 * once + 1e-6
 
 
+@pytest.mark.parametrize("overrides", [{}, {"rollback_window": 0}, {"sink_length": 0, "value_window": 1}])
+@pytest.mark.parametrize("beyond", [1, 2, 3])
+def test_a_crop_just_past_the_window_is_a_deep_one(overrides, beyond):
+    """The crop leaves 127 tokens that have to be raw, the first of which the rings no longer hold."""
+    cache, tokens = make_cache(**overrides), Tokens(600)
+    kept = cache.config.sink_length + cache.config.value_window + 2 * 128 + 127
+    tokens.feed(cache, 170, kept + cache.config.rollback_window + beyond)
+    before = read(cache, tokens)
+    cache.crop(kept)
+    assert cache.layers[0].state.high_water.tolist() == [kept, kept]
+    poison_what_nobody_may_read(cache)
+    for layer, sides in enumerate(read(cache, tokens)):
+        for found, old, original in zip(sides, before[layer], (tokens.key[layer], tokens.value[layer]), strict=True):
+            found, old, original = found[:, :, :kept], old[:, :, :kept], original[:, :, :kept]
+            assert ((found == old) | (found == original)).all()
+
+
 def test_a_deep_crop_of_raw_pages_loses_nothing():
     tokens = Tokens(700)
     cache = make_cache(key_bits=16, value_bits=16)
@@ -213,6 +230,23 @@ def test_a_torn_forward_is_undone_by_a_crop(size, served, length):
         start = cache.get_seq_length()
         assert equal(tokens.attend(cache, start, stop), tokens.attend(clean, start, stop))
     assert equal(read(cache, tokens), read(clean, tokens))
+
+
+def test_rows_may_move_while_a_forward_is_torn():
+    """A long forward has overwritten a ring, so that the crop has to read the pages that the forward sealed."""
+    tokens = Tokens(500)
+    cache = tokens.feed(make_cache(), 150)
+    cache.begin_call(300)
+    cache.attend(*tokens.new(0, 150, 450), 0, scale=SCALE)
+    cache.abort_call()
+    still = copy.deepcopy(cache)
+    still.crop(150)
+    cache.reorder(torch.tensor([1, 0]))
+    poison_what_nobody_may_read(cache)
+    cache.crop(150)
+    for found, expected in zip(read(cache, tokens), read(still, tokens), strict=True):
+        assert equal([side[:, :, :150] for side in found], [side[[1, 0], :, :150] for side in expected])
+    assert not torch.equal(still.layers[0].state.raw_key, tokens.feed(make_cache(), 150).layers[0].state.raw_key)
 
 
 def test_cropping_to_what_is_there_does_nothing():

@@ -131,8 +131,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.columns)
     @rule(data=st.data(), is_deep=st.booleans())
     def crop(self, data, is_deep):
-        most = min(170 if is_deep else self.config.rollback_window, self.model.columns)
-        columns = self.model.columns - data.draw(st.integers(0, most))
+        most = self.config.rollback_window
+        dropped = data.draw(st.integers(0, 170) | st.integers(most + 1, most + 4) if is_deep else st.integers(0, most))
+        columns = max(self.model.columns - dropped, 0)
         if self.model.can_crop(columns):
             self.cache.crop(columns)
             self.model.crop(columns)

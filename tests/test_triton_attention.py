@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kitty_compile.kernels import triton_backend
+from kitty_compile.kernels.launch_plan import choose_splits
 from kitty_compile.kernels.layout import RawLayout
 from tests.kernel_cases import make_case, make_layout
 from tests.kernel_checks import attend, check_attention
@@ -110,6 +110,6 @@ def test_small_scales_beside_a_large_one(dtype):
 
 
 def test_splits_fill_the_device_once():
-    assert triton_backend.choose_splits(8, 1024, 1056) == 128
-    assert triton_backend.choose_splits(8, 31, 1056) == 31
-    assert triton_backend.choose_splits(4096, 256, 1056) == 1
+    assert choose_splits(8, 1024, 1056) == 128
+    assert choose_splits(8, 31, 1056) == 31
+    assert choose_splits(4096, 256, 1056) == 1

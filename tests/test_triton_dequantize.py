@@ -29,4 +29,9 @@ def test_dense_pages_equal_reference(dtype, bits, head_dim, num_boosted):
 def test_no_pages():
     layout = make_layout()
     state = make_case(layout, RAW, [3]).state
-    assert triton_backend.dequantize_pages(state.key_pages, state.page_table, 0, layout, is_key=True).shape == (1, 2, 0, 64)
+    assert triton_backend.dequantize_pages(state.key_pages, state.page_table, 0, layout, is_key=True).shape == (
+        1,
+        2,
+        0,
+        64,
+    )
