@@ -134,12 +134,14 @@ def attend_dense(
 
 def _fold_heads(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """The group's query heads become rows of their KV head: [B, Hq, T, D] -> fp32 [B, Hkv, group * T, D]."""
-    return query.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+    result: torch.Tensor = query.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
+    return result
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor, num_columns: int) -> torch.Tensor:
     """-inf in scores [B, Hkv, group * T, N] where mask [B or 1, 1, T, N] is False."""
-    return scores.unflatten(2, (-1, num_columns)).masked_fill(~mask.unsqueeze(2), -torch.inf).flatten(2, 3)
+    result: torch.Tensor = scores.unflatten(2, (-1, num_columns)).masked_fill(~mask.unsqueeze(2), -torch.inf).flatten(2, 3)
+    return result
 
 
 def _softcap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
@@ -151,7 +153,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, query_shape: torc
     largest = scores.amax(dim=-1, keepdim=True)
     sink = None
     if sinks is not None:
-        batch, heads, num_columns, _ = query_shape
+        batch, _, num_columns, _ = query_shape
         sink = sinks.float().view(1, scores.shape[1], -1, 1, 1).expand(batch, -1, -1, num_columns, 1).flatten(2, 3)
         largest = torch.maximum(largest, sink)
     largest = largest.clamp(min=torch.finfo(torch.float32).min)
@@ -255,7 +257,8 @@ class _CachedTokens:
         # Columns come in word order (row j, field f); a token is 16 f + j.
         tokens = scores.unflatten(-1, (16, 8)).permute(0, 1, 3, 2, 5, 4)
         zero = query @ parts.zero.float().mT
-        return (tokens + zero[..., None, None]).flatten(3)
+        result: torch.Tensor = (tokens + zero[..., None, None]).flatten(3)
+        return result
 
     def _boosted_query(self, per_page: torch.Tensor, parts: reference.KeyParts) -> torch.Tensor:
         """The query's boosted channels times 4 * scale, [B, Hkv, N, M, num_slots]."""
@@ -313,7 +316,8 @@ class _CachedTokens:
         products = weighted @ _codes(parts.low, reference.restore_value_words).mT
         if parts.high is not None:
             products += 4 * (weighted @ _codes(parts.high, reference.restore_value_words).mT)
-        return output + products.sum(dim=2)
+        result: torch.Tensor = output + products.sum(dim=2)
+        return result
 
 
 def _codes(ordered: torch.Tensor, restore: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

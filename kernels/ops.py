@@ -27,7 +27,9 @@ _library.define(
     " -> Tensor"
 )
 _library.define(f"update({_CALL}, {_STATE}, int[] parameters) -> ()")
-_library.define("dequantize(Tensor pages, Tensor page_table, int num_pages, Tensor like, int[] parameters, bool is_key) -> Tensor")
+_library.define(
+    "dequantize(Tensor pages, Tensor page_table, int num_pages, Tensor like, int[] parameters, bool is_key) -> Tensor"
+)
 
 
 class OpParameters(NamedTuple):

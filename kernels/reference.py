@@ -262,7 +262,8 @@ def unseal_keys(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     """Key records u8 [..., nbytes] -> fp32 [..., 128, D]: code * scale + zero (algorithm 1)."""
     record = layout.key
     if record.is_raw:
-        return records.view(layout.dtype).unflatten(-1, (PAGE_SIZE, record.head_dim)).float()
+        result: torch.Tensor = records.view(layout.dtype).unflatten(-1, (PAGE_SIZE, record.head_dim)).float()
+        return result
     parts = split_key_records(records, record, layout.dtype)
     return _saturate(key_codes(parts) * parts.scale.float().unsqueeze(-2) + parts.zero.float().unsqueeze(-2), layout.dtype)
 
@@ -271,7 +272,8 @@ def unseal_values(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     """Value records u8 [..., nbytes] -> fp32 [..., 128, D]."""
     record = layout.value
     if record.is_raw:
-        return records.view(layout.dtype).unflatten(-1, (PAGE_SIZE, record.head_dim)).float()
+        result: torch.Tensor = records.view(layout.dtype).unflatten(-1, (PAGE_SIZE, record.head_dim)).float()
+        return result
     parts = split_value_records(records, record, layout.dtype)
     codes = unpack_words(restore_value_words(parts.low))
     if parts.high is not None:

@@ -10,13 +10,13 @@ from kitty_compile.config import KittyConfig
 
 if TYPE_CHECKING:
     from kitty_compile.api import apply, remove, report
-    from kitty_compile.huggingface import KittyCache
+    from kitty_compile.huggingface.cache import KittyCache
 
 __version__ = "0.1.0"
 __all__ = ["KittyCache", "KittyConfig", "__version__", "apply", "remove", "report"]
 
 _HOMES = {
-    "KittyCache": "kitty_compile.huggingface",
+    "KittyCache": "kitty_compile.huggingface.cache",
     "apply": "kitty_compile.api",
     "remove": "kitty_compile.api",
     "report": "kitty_compile.api",

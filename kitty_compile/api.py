@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from kitty_compile import attention, generation, hooks, support
 from kitty_compile.config import KittyConfig, resolve_config
-from kitty_compile.decode_graph import DecodeGraph
-from kitty_compile.hooks import ATTACHMENT
+from kitty_compile.huggingface import attention, generation, hooks, support
+from kitty_compile.huggingface.decode_graph import DecodeGraph
+from kitty_compile.huggingface.hooks import ATTACHMENT
 from kitty_compile.layers import LayerPlan
 from kitty_compile.reporting import report
 

@@ -9,8 +9,8 @@ import rich.table
 import torch
 from transformers import PreTrainedModel
 
-from kitty_compile import support
-from kitty_compile.huggingface import KittyCache
+from kitty_compile.huggingface import support
+from kitty_compile.huggingface.cache import KittyCache
 from kitty_compile.layers import PagedLayer
 
 

@@ -6,12 +6,12 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from kitty_compile import support
 from kitty_compile.config import KittyConfig, resolve_config
-from kitty_compile.hooks import ATTACHMENT, Attachment
-from kitty_compile.huggingface import KittyCache
+from kitty_compile.huggingface import support
+from kitty_compile.huggingface.cache import KittyCache
+from kitty_compile.huggingface.hooks import ATTACHMENT, Attachment
+from kitty_compile.huggingface.support import LayerSupport
 from kitty_compile.kernels.layout import PageLayout
-from kitty_compile.support import LayerSupport
 
 _COLUMNS = ("layer", "status", "heads", "dim", "boosted", "bytes/token", "raw", "bytes now", "kernel", "reason")
 

@@ -52,8 +52,10 @@ def _without_mask(match: AttentionMatch, order: dict[fx.Node, int]) -> MaskKind:
 def _starts_empty(match: AttentionMatch, order: dict[fx.Node, int]) -> bool:
     """Are the call's columns the first ones, whatever the graph's inputs?"""
     positions = match.update.positions
+    if match.update.is_fresh or match.update.key_past is None:
+        return True
     if not match.update.is_static:
-        return match.update.key_past is None
+        return False
     if not isinstance(positions, fx.Node):
         return positions == 0
     written = Subgraph([positions], order, reader=match.node)
@@ -169,7 +171,7 @@ class _Classifier:
     def _probe_pasts(self) -> None:
         """A cache of fixed length: calls at its start, in its middle and at its end."""
         room = self.frame.num_keys - self.frame.num_columns
-        if not self.frame.is_static or self.frame.setting.resize or not (self.roles.positions or self.roles.lengths):
+        if not self.frame.is_static or self.match.update.is_fresh or not (self.roles.positions or self.roles.lengths):
             return
         widths = {shape(node)[1] for node in self.roles.padding if shape(node)[1] < self.frame.num_keys}
         if widths:

@@ -16,6 +16,7 @@ import re
 import torch
 from torch import fx
 
+from kitty_compile.passes.evaluate import number_of
 from kitty_compile.passes.match_heads import Operands, Order, match_keys, match_queries
 from kitty_compile.passes.match_kv_update import match_kv_update
 from kitty_compile.passes.match_scores import (
@@ -25,22 +26,20 @@ from kitty_compile.passes.match_scores import (
     reaches_product,
     read_scores,
 )
-from kitty_compile.passes.evaluate import number_of
 from kitty_compile.passes.nodes import (
     NoMatchError,
     arguments,
     dtype,
+    is_pointwise,
     module_path,
     op_name,
-    is_pointwise,
     order_of,
     readers,
     shape,
     sizes,
-    value_of,
     writers,
 )
-from kitty_compile.passes.records import AttentionMatch, FusedAttention, KVUpdate, Match, MatchFailure, MaskTerm
+from kitty_compile.passes.records import AttentionMatch, FusedAttention, KVUpdate, MaskTerm, Match, MatchFailure
 from kitty_compile.passes.trace_axes import is_inert_dropout, source_of
 
 _SOFTMAXES = frozenset({"softmax", "_softmax", "_safe_softmax", "special_softmax"})

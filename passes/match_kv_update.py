@@ -69,8 +69,17 @@ def match_kv_update(
         raise NoMatchError(f"keys are updated by {key.kind} but values by {value.kind}, or elsewhere")
     if (key.past is None) != (value.past is None):
         raise NoMatchError("keys have a past but values have none, or the other way round")
+    buffer = None if key.past is None else _buffer_of(key.past)
     update = KVUpdate(
-        key.kind, key_full, value_full, key.past, value.past, key.positions, key.kept, columns_dim
+        kind=key.kind,
+        key_full=key_full,
+        value_full=value_full,
+        key_past=key.past,
+        value_past=value.past,
+        positions=key.positions,
+        kept=key.kept,
+        columns_dim=columns_dim,
+        is_fresh=buffer is not None and not is_graph_input(buffer),
     )
     return MatchedUpdate(key.new, value.new, update)
 

@@ -24,8 +24,8 @@ from kitty_compile.passes.nodes import (
     op_name,
     shape,
     value_of,
-    written_nodes,
     writers,
+    written_nodes,
 )
 from kitty_compile.passes.records import MaskTerm
 from kitty_compile.passes.trace_axes import source_of

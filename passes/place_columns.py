@@ -85,7 +85,7 @@ class ColumnPlacer:
     def _pasts(self, roles: Roles) -> list[int]:
         """How many columns may come before the call, best guess first."""
         match, update = self.match, self.match.update
-        if update.kind == "none" or (update.kind == "cat" and update.key_past is None):
+        if update.is_fresh or update.key_past is None:
             return [0]
         if (start := own_start(match)) is not None:
             return [start]

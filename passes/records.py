@@ -19,6 +19,7 @@ class KVUpdate:
         positions: where new columns are written: a tensor node [T], or the first column as a number or size node.
             None when they come last.
         kept: columns that a sliding cache keeps of the result for the next call; None when it keeps all.
+        is_fresh: the buffer of a static update is made in this call, so that there are no earlier columns.
         columns_dim: 2 when these tensors are [batch, heads, columns, head_dim], 1 when [batch, columns, heads, head_dim].
     """
 
@@ -30,6 +31,7 @@ class KVUpdate:
     positions: fx.Node | int | None = None
     kept: int | None = None
     columns_dim: int = 2
+    is_fresh: bool = False
 
     @property
     def is_static(self) -> bool:

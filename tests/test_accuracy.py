@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kitty_compile
 from kitty_compile import KittyConfig
-from kitty_compile.huggingface import KittyCache
-from kitty_compile.support import cache_argument
+from kitty_compile.huggingface.cache import KittyCache
+from kitty_compile.huggingface.support import cache_argument
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 
 import kitty_compile
 from kitty_compile import KittyConfig
-from kitty_compile.huggingface import KittyCache
-from kitty_compile.support import cache_argument
+from kitty_compile.huggingface.cache import KittyCache
+from kitty_compile.huggingface.support import cache_argument
 from kitty_compile.testing import FAMILIES, random_ids, tiny_model
 
 TINY = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

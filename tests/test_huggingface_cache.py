@@ -8,8 +8,8 @@ from transformers import Cache, DynamicCache, GPTNeoXConfig, LlamaConfig
 
 import kitty_compile
 from kitty_compile import KittyConfig
-from kitty_compile.huggingface import CROP_TAKES_LENGTH, KittyCache
-from kitty_compile.support import cache_argument, layer_plans
+from kitty_compile.huggingface.cache import CROP_TAKES_LENGTH, KittyCache
+from kitty_compile.huggingface.support import cache_argument, layer_plans
 from kitty_compile.testing import FAMILIES, WINDOW, random_ids, tiny_config, tiny_model
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}

@@ -7,8 +7,8 @@ import torch
 from transformers.generation import BaseStreamer
 
 import kitty_compile
-from kitty_compile.huggingface import CROP_TAKES_LENGTH, KittyCache
-from kitty_compile.support import cache_argument, layer_plans
+from kitty_compile.huggingface.cache import CROP_TAKES_LENGTH, KittyCache
+from kitty_compile.huggingface.support import cache_argument, layer_plans
 from kitty_compile.testing import FAMILIES, random_ids, tiny_model
 
 # With a sink of 32 and pages of 128, K pages complete at 160 and 288 tokens, V page 0 becomes packed at 288.

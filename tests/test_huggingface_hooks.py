@@ -11,9 +11,9 @@ from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers import masking_utils as masks
 
 import kitty_compile
-from kitty_compile.attention import active_call, classify_mask
-from kitty_compile.huggingface import KittyCache
-from kitty_compile.support import cache_argument
+from kitty_compile.huggingface.attention import active_call, classify_mask
+from kitty_compile.huggingface.cache import KittyCache
+from kitty_compile.huggingface.support import cache_argument
 from kitty_compile.testing import FAMILIES, WINDOW, random_ids, tiny_config, tiny_model
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}

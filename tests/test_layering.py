@@ -10,6 +10,7 @@ SOURCES = {
     f"{package}.{path.stem}".removesuffix(".__init__"): path
     for package, folder in {
         "kitty_compile": ROOT / "kitty_compile",
+        "kitty_compile.huggingface": ROOT / "kitty_compile/huggingface",
         "kitty_compile.passes": ROOT / "passes",
         "kitty_compile.kernels": ROOT / "kernels",
     }.items()

@@ -46,6 +46,7 @@ def test_wheel_holds_every_module_once(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     expected = {f"kitty_compile/{path.name}" for path in (ROOT / "kitty_compile").glob("*.py")}
+    expected |= {f"kitty_compile/huggingface/{path.name}" for path in (ROOT / "kitty_compile/huggingface").glob("*.py")}
     for folder in PASSES_AND_KERNELS:
         expected |= {f"kitty_compile/{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}
     assert len(names) == len(set(names))

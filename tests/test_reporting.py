@@ -7,7 +7,7 @@ import torch
 
 import kitty_compile
 from kitty_compile import KittyConfig
-from kitty_compile.support import cache_argument
+from kitty_compile.huggingface.support import cache_argument
 from kitty_compile.testing import FAMILIES, random_ids, tiny_model
 
 

@@ -11,10 +11,10 @@ from typing import Any, TypeGuard
 import torch
 from transformers import PreTrainedModel
 
-from kitty_compile.attention import ActiveCall, active_call, set_active_call
 from kitty_compile.columns import Call
 from kitty_compile.config import KittyConfig
-from kitty_compile.huggingface import KittyCache
+from kitty_compile.huggingface.attention import ActiveCall, active_call, set_active_call
+from kitty_compile.huggingface.cache import KittyCache
 from kitty_compile.layers import LayerPlan
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kitty_compile import hooks
-from kitty_compile.attention import ActiveCall, active_call, set_active_call
 from kitty_compile.columns import Call
-from kitty_compile.huggingface import KittyCache
+from kitty_compile.huggingface import hooks
+from kitty_compile.huggingface.attention import ActiveCall, active_call, set_active_call
+from kitty_compile.huggingface.cache import KittyCache
 
 logger = logging.getLogger(__name__)
 
@@ -156,11 +156,9 @@ class DecodeGraph:
         assert captured is not None
         captured.input_ids.copy_(step.input_ids)
         captured.position_ids.copy_(self._positions(step, call))
-        if call.real is not None:
-            assert captured.call.real is not None
-            assert captured.call.counts is not None
-            captured.call.real.copy_(call.real)
-            captured.call.counts.copy_(call.counts)
+        for target, source in ((captured.call.real, call.real), (captured.call.counts, call.counts)):
+            if target is not None and source is not None:
+                target.copy_(source)
         captured.graph.replay()
         step.cache.advance_host(call)
         # The graph writes its output where the last step's lies.

@@ -4,8 +4,8 @@ from typing import Any, NoReturn
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from kitty_compile.hooks import ATTACHMENT, Attachment
-from kitty_compile.huggingface import KittyCache
+from kitty_compile.huggingface.cache import KittyCache
+from kitty_compile.huggingface.hooks import ATTACHMENT, Attachment
 
 CONTINUOUS_BATCHING_METHODS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 

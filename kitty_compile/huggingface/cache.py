@@ -8,10 +8,10 @@ import transformers
 from packaging.version import Version
 from transformers import Cache, PreTrainedConfig
 
-from kitty_compile.attention import active_call, refuse_gradients
 from kitty_compile.cache import PagedCache
 from kitty_compile.config import KittyConfig, resolve_config
-from kitty_compile.support import layer_plans, text_config
+from kitty_compile.huggingface.attention import active_call, refuse_gradients
+from kitty_compile.huggingface.support import layer_plans, text_config
 
 # Until 5.17 a positive argument of ``crop`` is the length to keep; later versions refuse it.
 CROP_TAKES_LENGTH = Version(transformers.__version__) < Version("5.18")

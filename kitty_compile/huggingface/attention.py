@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 if TYPE_CHECKING:
-    from kitty_compile.huggingface import KittyCache
+    from kitty_compile.huggingface.cache import KittyCache
 
 IMPLEMENTATION_PREFIX = "kitty|"
 # What models hand to an attention function without a meaning for its result.

@@ -1,0 +1,1 @@
+"""Everything that touches transformers' moving interfaces, on both sides of its renames."""
