@@ -19,6 +19,41 @@ def _copy_tokens(
     tl.store(raw_ptr + slot.to(tl.int64)[:, None] * HEAD_DIM + channels[None, :], values, mask=mask)
 
 
+@triton.jit
+def append_tokens(
+    block,
+    key_ptr,  # the row's and head's, as are the next three
+    value_ptr,
+    raw_key_ptr,
+    raw_value_ptr,
+    key_stride_column,
+    value_stride_column,
+    columns_ptr,  # the row's
+    length,
+    count,
+    SINK: tl.constexpr,
+    KEY_RING: tl.constexpr,
+    VALUE_RING: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Write a block of TOKENS new tokens to the raw slots, but for those that the call itself overwrites."""
+    index = block * TOKENS + tl.arange(0, TOKENS)
+    is_new = index < count
+    token = length + index
+    total = length + count
+    column = new_column(columns_ptr, index, is_new)
+    kept = is_new & ((token < SINK) | (token >= total - KEY_RING))
+    _copy_tokens(key_ptr, key_stride_column, raw_key_ptr, column, token, kept, SINK, KEY_RING, KEY_DIM, KEY_BLOCK)
+    kept = is_new & ((token < SINK) | (token >= total - VALUE_RING))
+    _copy_tokens(
+        value_ptr, value_stride_column, raw_value_ptr, column, token, kept, SINK, VALUE_RING, VALUE_DIM, VALUE_BLOCK
+    )
+
+
 @triton.jit(do_not_specialize=["num_columns"])
 def append_kernel(
     key_ptr,
@@ -45,29 +80,19 @@ def append_kernel(
     VALUE_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Grid (blocks of TOKENS new tokens, KV heads, rows). Only tokens that the call itself does not overwrite are written."""
+    """Grid (blocks of TOKENS new tokens, KV heads, rows). A short call does without: ``seal_pages_kernel`` appends as well."""
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    length = tl.load(lengths_ptr + row)
-    count = new_count(counts_ptr, row, num_columns)
-    index = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    is_new = index < count
-    token = length + index
-    oldest_key = length + count - KEY_RING
-    oldest_value = length + count - VALUE_RING
-    column = new_column(row_columns(columns_ptr, row, num_columns), index, is_new)
-
-    source_ptr = key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head
-    raw_ptr = raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM)
-    kept = is_new & ((token < SINK) | (token >= oldest_key))
-    _copy_tokens(source_ptr, key_stride_column, raw_ptr, column, token, kept, SINK, KEY_RING, KEY_DIM, KEY_BLOCK)
-
-    source_ptr = value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head
-    raw_ptr = raw_value_ptr + (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
-    kept = is_new & ((token < SINK) | (token >= oldest_value))
-    _copy_tokens(
-        source_ptr, value_stride_column, raw_ptr, column, token, kept, SINK, VALUE_RING, VALUE_DIM, VALUE_BLOCK
-    )
+    append_tokens(
+        tl.program_id(0),
+        key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head,
+        value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head,
+        raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM),
+        raw_value_ptr + (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM),
+        key_stride_column, value_stride_column, row_columns(columns_ptr, row, num_columns),
+        tl.load(lengths_ptr + row), new_count(counts_ptr, row, num_columns),
+        SINK, KEY_RING, VALUE_RING, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, TOKENS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_rows"])

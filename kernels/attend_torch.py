@@ -62,7 +62,9 @@ def attend(
         stop = min(start + block, num_columns)
         part = query[:, :, start:stop], own_mask[:, :, start:stop]
         blocks.append(_attend_block(*part, key, value, cached, scale, softcap, sinks))
-    return torch.cat(blocks, dim=2).to(query.dtype)
+    # A page's top code can lie half a step above the dtype's range.
+    largest = torch.finfo(query.dtype).max
+    return torch.cat(blocks, dim=2).clamp(-largest, largest).to(query.dtype)
 
 
 def _own_mask(num_columns: int, real: torch.Tensor | None, device: torch.device) -> torch.Tensor:

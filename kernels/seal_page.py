@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kitty_compile.kernels import reference
+from kitty_compile.kernels.append import append_tokens
 from kitty_compile.kernels.primitives import (
     FIELD_PREMULTIPLIER,
     FIELDS,
@@ -243,23 +244,40 @@ def seal_pages_kernel(
     VALUE_BYTES: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    APPENDED: tl.constexpr,
 ):
-    """Grid (2 * pages a row can complete, KV heads, rows); even programs seal keys, odd ones values."""
+    """Grid (2 * pages a row can complete + 1 if APPENDED, KV heads, rows): even programs seal keys, odd ones values, and the
+    last one appends a call of at most APPENDED tokens.
+
+    A call of no more than rollback_window tokens overwrites no slot that sealing reads, in whatever order the programs run.
+    """
     candidate = tl.program_id(0) // 2
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + row)
-    total = length + new_count(counts_ptr, row, num_columns)
+    count = new_count(counts_ptr, row, num_columns)
+    total = length + count
     columns = row_columns(columns_ptr, row, num_columns)
     tokens = tl.arange(0, PAGE_SIZE)
+    key_ptr += row * key_stride_row + head.to(tl.int64) * key_stride_head
+    value_ptr += row * value_stride_row + head.to(tl.int64) * value_stride_head
+    raw_key_ptr += (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM)
+    raw_value_ptr += (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
+    if (
+        APPENDED > 0 and tl.program_id(0) == tl.num_programs(0) - 1
+    ):  # its candidate page is past what the call can complete
+        append_tokens(
+            0, key_ptr, value_ptr, raw_key_ptr, raw_value_ptr, key_stride_column, value_stride_column, columns, length,
+            count, SINK, KEY_RING, VALUE_RING, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, APPENDED,
+        )  # fmt: skip
     if tl.program_id(0) % 2 == 0:
         page_index = sealed_pages(length, SINK) + candidate
         if page_index < sealed_pages(total, SINK):
-            raw_ptr = raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM)
-            new_ptr = key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head
             token = page_index * PAGE_SIZE + SINK + tokens
             column = new_column(columns, token - length, token >= length)
-            rows = token_pointers(raw_ptr, KEY_DIM, new_ptr, key_stride_column, token, column, length, SINK, KEY_RING)
+            rows = token_pointers(
+                raw_key_ptr, KEY_DIM, key_ptr, key_stride_column, token, column, length, SINK, KEY_RING
+            )
             page = tl.load(table_ptr + row * table_stride + page_index).to(tl.int64)
             record_ptr = key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES
             _seal_key_page(
@@ -269,12 +287,10 @@ def seal_pages_kernel(
     else:
         page_index = sealed_pages(length, SINK + VALUE_WINDOW) + candidate
         if page_index < sealed_pages(total, SINK + VALUE_WINDOW):
-            raw_ptr = raw_value_ptr + (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
-            new_ptr = value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head
             token = page_index * PAGE_SIZE + SINK + tokens
             column = new_column(columns, token - length, token >= length)
             rows = token_pointers(
-                raw_ptr, VALUE_DIM, new_ptr, value_stride_column, token, column, length, SINK, VALUE_RING
+                raw_value_ptr, VALUE_DIM, value_ptr, value_stride_column, token, column, length, SINK, VALUE_RING
             )
             page = tl.load(table_ptr + row * table_stride + page_index).to(tl.int64)
             record_ptr = value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES

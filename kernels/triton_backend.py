@@ -28,6 +28,7 @@ from kitty_compile.kernels.seal_page import seal_pages_kernel
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _APPEND_TOKENS = 16
+_MAX_APPENDED = 32
 _ADVANCE_ROWS = 128
 _COPY_BLOCK = 4096
 _MERGE_ELEMENTS = 4096
@@ -243,25 +244,29 @@ def update(
         "SINK": raw.sink_length,
         "KEY_RING": raw.key_ring,
         "VALUE_RING": raw.value_ring,
+        **block_sizes(layout),
     }
-    blocks = {name: size for name, size in block_sizes(layout).items() if name != "SLOT_BLOCK"}
-    is_wide = max(layout.key_dim, layout.value_dim) > 128
+    del constants["SLOT_BLOCK"]
+    # A short call, every decode step among them, is sealed and appended in one launch.
+    is_short = num_columns <= min(raw.rollback_window, _MAX_APPENDED) and state.page_table.shape[1] > 0
+    appended = triton.next_power_of_2(num_columns) if is_short else 0
     with torch.cuda.device_of(key):
         if state.page_table.shape[1] > 0:
             key_record = {name: number for name, number in key_constants(layout).items() if name != "HAS_INDEX"}
-            seal_pages_kernel[(2 * triton.cdiv(num_columns, PAGE_SIZE), num_heads, batch)](
+            programs = 2 * triton.cdiv(num_columns, PAGE_SIZE) + int(is_short)
+            seal_pages_kernel[(programs, num_heads, batch)](
                 key, value, state.raw_key, state.raw_value, state.key_pages, state.value_pages,
                 state.lengths, counts, columns, state.page_table, *strides,
                 num_columns, state.page_table.stride(0), _hash_base(seed, layer),
                 VALUE_WINDOW=raw.value_window, IS_RANDOM=seed >= 0, NUM_BOOSTED=layout.key.num_boosted,
-                **constants, **key_record, **value_constants(layout), **blocks, num_warps=8 if is_wide else 4,
+                APPENDED=appended, **constants, **key_record, **value_constants(layout),
+                num_warps=8 if max(layout.key_dim, layout.value_dim) > 128 else 4,
             )  # fmt: skip
-        append_kernel[(triton.cdiv(num_columns, _APPEND_TOKENS), num_heads, batch)](
-            key, value, state.raw_key, state.raw_value, state.lengths, counts, columns, *strides, num_columns,
-            KEY_DIM=layout.key_dim, VALUE_DIM=layout.value_dim, **constants, **blocks,
-            TOKENS=min(_APPEND_TOKENS, triton.next_power_of_2(num_columns)),
-            num_warps=1 if num_columns == 1 else 4,
-        )  # fmt: skip
+        if not is_short:
+            append_kernel[(triton.cdiv(num_columns, _APPEND_TOKENS), num_heads, batch)](
+                key, value, state.raw_key, state.raw_value, state.lengths, counts, columns, *strides, num_columns,
+                KEY_DIM=layout.key_dim, VALUE_DIM=layout.value_dim, TOKENS=_APPEND_TOKENS, **constants,
+            )  # fmt: skip
         advance_kernel[(triton.cdiv(batch, _ADVANCE_ROWS),)](
             state.lengths, state.high_water, counts, num_columns, batch, ROWS=_ADVANCE_ROWS, num_warps=1
         )

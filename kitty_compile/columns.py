@@ -69,6 +69,7 @@ class ColumnMap:
             return torch.ones(like.shape[0], columns, dtype=torch.bool, device=like.device)
         return self.real[:, :columns]
 
+    @torch.inference_mode(False)
     def write(self, call: Call) -> None:
         """Record the call's columns."""
         if call.real is None and self.real is None:
@@ -82,11 +83,13 @@ class ColumnMap:
             self.real = torch.nn.functional.pad(self.real, (0, room), value=True)
         self.real[:, call.start : stop] = True if call.real is None else call.real
 
+    @torch.inference_mode(False)
     def drop_rows(self, rows: torch.Tensor, columns: int, like: torch.Tensor) -> None:
         """Say that the first ``columns`` columns of these rows hold no token."""
         self.real = self.first(columns, like).clone() if self.real is None else self.real
         self.real[rows, :columns] = False
 
+    @torch.inference_mode(False)
     def select(self, index: torch.Tensor) -> None:
         if self.real is not None:
             self.real = self.real.index_select(0, index)

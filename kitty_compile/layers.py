@@ -1,4 +1,7 @@
-"""The device state of one attention layer: 2-bit pages with raw edges, or a kept raw ring for a sliding window."""
+"""The device state of one attention layer: 2-bit pages with raw edges, or a kept raw ring for a sliding window.
+
+What outlives a forward is allocated outside of inference mode, so that a cache filled inside of it can go on outside.
+"""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -102,6 +105,7 @@ class PagedLayer:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
+    @torch.inference_mode(False)
     def initialize(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocate for K and V of these batch sizes, heads, dims, dtype and device. Pages are left as they come."""
         is_kept = self.index in self.config.skip_layers
@@ -228,11 +232,13 @@ class PagedLayer:
         self.lengths.copy_(lengths)
         self.columns = columns
 
+    @torch.inference_mode(False)
     def select(self, index: torch.Tensor) -> None:
         """Take rows by index; the page table moves on its own."""
         for name in ("raw_key", "raw_value", "lengths", "high_water"):
             self._tensors[name] = _select_rows(self._tensors[name], index)
 
+    @torch.inference_mode(False)
     def grow(self, num_pages: int) -> None:
         """Make room for ``num_pages`` pages; those in use keep their ids."""
         for name in ("key_pages", "value_pages"):
@@ -295,6 +301,7 @@ class SlidingLayer:
         found = self.geometry
         return found.num_kv_heads * (found.key_dim + found.value_dim)
 
+    @torch.inference_mode(False)
     def initialize(self, key: torch.Tensor, value: torch.Tensor) -> None:
         batch, heads = key.shape[:2]
         self._tensors = {
@@ -347,6 +354,7 @@ class SlidingLayer:
         self._tensors["position"].fill_(columns)
         self.columns = columns
 
+    @torch.inference_mode(False)
     def select(self, index: torch.Tensor) -> None:
         for name in ("key", "value", "real"):
             self._tensors[name] = _select_rows(self._tensors[name], index)

@@ -22,15 +22,18 @@ class PageTable:
     def nbytes(self) -> int:
         return self.table.nbytes
 
+    @torch.inference_mode(False)
     def allocate(self, batch: int, max_pages: int, device: torch.device) -> None:
         """Start over with ``batch`` rows of ``max_pages`` free pages."""
         self.num_pages = batch * max_pages
         self.table = torch.arange(self.num_pages, dtype=torch.int32, device=device).view(batch, max_pages)
 
+    @torch.inference_mode(False)
     def release(self) -> None:
         self.table = self.table.new_zeros(0, 0)
         self.num_pages = 0
 
+    @torch.inference_mode(False)
     def grow(self, max_pages: int) -> None:
         """Give every row new free slots, with new page ids."""
         batch, old = self.table.shape
@@ -39,6 +42,7 @@ class PageTable:
         self.table = torch.cat([self.table, new.view(batch, -1)], dim=1)
         self.num_pages += added
 
+    @torch.inference_mode(False)
     def select(self, index: torch.Tensor) -> None:
         """Take rows by index. Pages must be dealt again afterwards, the pools grown first if rows were added."""
         selected = self.table.index_select(0, index)

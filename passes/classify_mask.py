@@ -21,9 +21,9 @@ from torch import fx
 
 from kitty_compile.passes.evaluate import Subgraph
 from kitty_compile.passes.mask_evidence import NotCausalError
-from kitty_compile.passes.nodes import NoMatchError, is_static, op_name, shape, sizes, value_of
+from kitty_compile.passes.nodes import NoMatchError, is_static, shape, sizes, value_of
 from kitty_compile.passes.place_columns import MAX_SCORES, ColumnPlacer, content_like
-from kitty_compile.passes.probe_mask import Frame, MaskProbe, Shift
+from kitty_compile.passes.probe_mask import Frame, MaskProbe, MaskValueError, Seen, Shift
 from kitty_compile.passes.records import AttentionMatch, MaskKind, MaskRefusal
 
 
@@ -139,7 +139,7 @@ class _Classifier:
         return False
 
     def _check_padding(self, padding: fx.Node | None) -> None:
-        """The mask must hide exactly the keys at which ``padding`` is zero."""
+        """The mask must hide exactly the keys at which ``padding`` is zero, whatever it is elsewhere."""
         if padding is None:
             return
         width, rows = self._last + 1, shape(padding)[0]
@@ -148,12 +148,22 @@ class _Classifier:
             scattered = torch.rand(rows, width, generator=generator) < density
             left = torch.arange(width) >= torch.randint(0, width, (rows, 1), generator=generator)
             for held in (scattered, left):
-                self.evidence.add_padded(self.probe.run(self.frame, self.roles, padding=held), held, self.frame)
-        if any(op_name(user) == "embedding" for user in padding.users):
-            content = content_like(padding, self.frame) + 2
-            plain = self.probe.run(self.frame, self.roles).visible
-            if not torch.equal(plain, self.probe.run(self.frame, self.roles, contents={padding: content}).visible):
-                raise NoMatchError(f"the mask depends on the token ids {padding}")
+                self._add_padded(padding, held, self.probe.run(self.frame, self.roles, padding=held))
+            if value_of(padding).dtype == torch.bool:
+                continue
+            content = content_like(padding, self.frame) + 1
+            content[:, :width] = scattered * torch.randint(1, 4, (rows, width), generator=generator)
+            try:
+                seen = self.probe.run(self.frame, self.roles, contents={padding: content})
+            except MaskValueError:
+                continue  # (1 - padding) * minimum, which takes ones alone
+            self._add_padded(padding, scattered, seen)
+
+    def _add_padded(self, padding: fx.Node, held: torch.Tensor, seen: Seen) -> None:
+        try:
+            self.evidence.add_padded(seen, held, self.frame)
+        except NotCausalError as failure:
+            raise NotCausalError(f"{padding} is no padding (packed sequences?): {failure}") from failure
 
     def _check_positions(self) -> None:
         """Positions that the caller chooses freely may restart; those at which the cache is written may not."""
@@ -191,6 +201,8 @@ class _Classifier:
         for constant, edge, nearer in itertools.product(self.constants, edges, (0, 1, 2)):
             jump = constant - nearer
             yield lambda columns, edge=edge, jump=jump: (columns < edge).long() * -jump
+            if self.probe.moves_queries:
+                yield lambda columns, edge=edge, jump=jump: (columns >= edge).long() * jump
         if self.probe.moves_queries:
             for constant, place in itertools.product(self.constants, (first, middle, last)):
                 yield lambda columns, place=place, constant=constant: torch.full_like(columns, constant - place)

@@ -39,26 +39,34 @@ class ColumnPlacer:
         self._own_names = set() if is_static(self.own) else {str(symbol) for symbol in self.own.node.expr.free_symbols}
 
     def place(self, may_shrink: bool = True) -> Place:
-        """The first reading that nothing contradicts.
+        """The reading that lets the most through, of those that nothing contradicts.
 
         Raises:
             NoMatchError: there is none; the message says what the mask looks like instead.
         """
         failures: list[NoMatchError] = []
-        for roles in self._roles():
-            for past in self._pasts(roles):
-                for frame in self._frames(past, roles, may_shrink):
-                    evidence = Evidence()
-                    try:
-                        seen = self.probe.run(frame, roles)
-                        evidence.add(seen)
-                    except NoMatchError as failure:
-                        failures.append(failure)
-                        continue
-                    if torch.equal(seen.queries, frame.queries()):
-                        return Place(frame, roles, evidence)
+        places = [place for roles in self._roles() if (place := self._read(roles, may_shrink, failures)) is not None]
+        if not places:
+            raise _most_telling(failures)
+        return max(places, key=lambda place: place.evidence.farthest_visible)
+
+    def _read(self, roles: Roles, may_shrink: bool, failures: list[NoMatchError]) -> Place | None:
+        for past in self._pasts(roles):
+            for frame in self._frames(past, roles, may_shrink):
+                evidence = Evidence()
+                try:
+                    seen = self.probe.run(frame, roles)
+                    evidence.add(seen)
+                except NoMatchError as failure:
+                    failures.append(failure)
+                    continue
+                if evidence.farthest_visible < 0:
+                    failures.append(NotCausalError("queries do not see their own columns"))
+                elif not torch.equal(seen.queries, frame.queries()):
                     failures.append(NoMatchError("new columns are not written one after another"))
-        raise _most_telling(failures)
+                else:
+                    return Place(frame, roles, evidence)
+        return None
 
     def _roles(self) -> Iterator[Roles]:
         """Integer inputs [batch, columns] may be paddings or positions, [columns] are positions, single ones lengths."""
@@ -76,7 +84,8 @@ class ColumnPlacer:
                 raise NoMatchError(f"the mask is made from the graph input {node} of shape {list(size)}")
         if len(two_dimensional) > 3:
             raise NoMatchError("the mask is made from more than three graph inputs [batch, columns]")
-        for kinds in itertools.product((True, False), repeat=len(two_dimensional)):
+        may_place = [(True, False) if shape(node)[1] == self.match.num_columns else (True,) for node in two_dimensional]
+        for kinds in itertools.product(*may_place):
             chosen = list(zip(two_dimensional, kinds, strict=True))
             padding = tuple(node for node, is_padding in chosen if is_padding)
             placed = tuple(node for node, is_padding in chosen if not is_padding)

@@ -71,8 +71,8 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n):
         value = super().run_node(n)
         if n in self.wanted:
-            # Later in-place calls must not change what was read.
-            self.seen[n] = value.clone() if isinstance(value, torch.Tensor) else value
+            # Later in-place calls must not change what was read; a graph input is read after them.
+            self.seen[n] = value.clone() if isinstance(value, torch.Tensor) and n.op != "placeholder" else value
         return value
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kitty_compile.columns import Call
-from kitty_compile.kernels import attend_torch
+from kitty_compile.kernels import attend_torch, update_torch
 from kitty_compile.kernels.layout import RawLayout
 from tests.kernel_cases import dense_attention, make_case, make_layout, token_columns
 
@@ -189,6 +189,24 @@ def test_extreme_values_stay_finite():
         for kind in ("outliers", "constant", "tiny"):
             case = make_case(make_layout(dtype, key_dim=16, num_boosted=2), RAW, [330, 161], kind=kind, num_columns=2)
             assert attend(case).isfinite().all(), (dtype, kind)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_largest_half_floats_stay_finite(bits):
+    """A stored scale is rounded, so that the last level of a page may lie past the largest fp16."""
+    case = make_case(make_layout(key_dim=16, num_boosted=2, key_bits=bits, value_bits=bits), RAW, [0], num_columns=330)
+    for side in (case.key, case.value):
+        side.copy_(torch.where(torch.rand(side.shape) < 0.5, 65504.0, -65504.0))
+        side[:, :, :, 1] = 65504.0
+    parts = case.key, case.value, None, None, case.state, case.layout, case.raw
+    update_torch.update(*parts, seed=-1, layer=0)
+    # Looks at the tokens whose channel 1 is alike, which is all of them: the average is the stored extreme.
+    query = torch.zeros(1, 2, 1, 16, dtype=torch.float16)
+    new = [torch.full((1, 2, 1, 16), 65504.0, dtype=torch.float16) for _ in range(2)]
+    for direction in (0.0, 1e-4, 1e-2):
+        query[..., 1] = direction
+        call = dataclasses.replace(case, query=query, key=new[0], value=new[1])
+        assert attend(call).isfinite().all()
 
 
 def test_attend_dense_is_attention():

@@ -355,3 +355,24 @@ def test_plans_are_validated():
     ):
         with pytest.raises(ValueError, match=message):
             LayerPlan(*arguments)
+
+
+def test_what_inference_mode_filled_goes_on_outside_of_it():
+    driver_plans = [LayerPlan(), LayerPlan("sliding", 70)]
+    cache = PagedCache(driver_plans, KittyConfig())
+
+    def call(columns):
+        key = torch.randn(2, 2, columns, 16)
+        cache.begin_call(columns, torch.arange(columns).expand(2, -1) > 0)
+        for layer in range(2):
+            cache.attend(key, key, key, layer, scale=1.0)
+        cache.end_call()
+
+    with torch.inference_mode():
+        call(200)
+        cache.reorder(torch.tensor([1, 0, 1]))
+        cache.select(torch.tensor([0, 2]))
+    call(200)
+    cache.crop(390)
+    cache.free([0])
+    assert cache.lengths.tolist() == [0, 388]

@@ -48,6 +48,13 @@ def test_long_call_seals_from_ring_and_call(raw):
     check_update(case)
 
 
+@pytest.mark.parametrize("num_columns", [32, 33])
+def test_calls_about_as_long_as_the_rollback_window(num_columns):
+    """Up to that length sealing and appending share a launch."""
+    layout = make_layout(key_dim=32, heads=1, num_boosted=4)
+    check_update(make_case(layout, RAW, [259, 287, 128, 0], num_columns=num_columns, pads=[0, 0, 1, 31]))
+
+
 def test_channels_that_are_not_dense():
     case = make_case(make_layout(heads=1), RAW, [159], num_columns=3)
     case.key = case.key.mT.contiguous().mT
