@@ -84,6 +84,19 @@ def largest_batch(model: Any, preset: str | None, length: int, memory: float) ->
     return int((memory - weights) // (cache_bytes(model, preset, length) + STEP_BYTES_PER_ROW))
 
 
+STRICT = "strict"
+
+
+def strict_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
+    """transformers' own function repeats K and V for their group; this one leaves that to the kernel."""
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
+
+
+transformers.AttentionInterface.register(STRICT, strict_attention)
+transformers.AttentionMaskInterface.register(STRICT, lambda *_, **__: None)
+
+
 class FixedCache(transformers.DynamicCache):  # type: ignore[misc]
     """16-bit K and V of exactly ``length`` columns; a step overwrites the last one."""
 
@@ -142,6 +155,8 @@ def step_seconds(model: Any, system: str, batch: int, length: int) -> float:
 
     if system == "strict":
         cache = FixedCache(model.config, batch, length)
+        torch.cuda.reset_peak_memory_stats()
+        model.set_attn_implementation(STRICT)
         return min(
             _graphed(lambda: step(cache), backend)
             for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
@@ -149,11 +164,16 @@ def step_seconds(model: Any, system: str, batch: int, length: int) -> float:
     if system == "dynamic-eager":
         cache = transformers.DynamicCache(config=model.config)
         fill(model, cache, length - 16, batch)
+        model.set_attn_implementation("sdpa")
+        torch.cuda.reset_peak_memory_stats()
         return wall_seconds(lambda: step(cache))
+    model.set_attn_implementation("sdpa")
     kitty_compile.apply(model, system)
     try:
         cache = kitty_compile.KittyCache(model.config, system, max_length=length + 16)
         fill(model, cache, length - 16, batch)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         seconds = wall_seconds(lambda: step(cache))
         refusal = vars(model)["forward"].refusal
         if refusal is not None:
@@ -178,7 +198,6 @@ def run_system(model: Any, system: str, prompt: int, length: int, batch: int) ->
     lengths = [prompt + (length - prompt) * index // (SAMPLES - 1) for index in range(SAMPLES)]
     seconds = []
     for sample in lengths:
-        torch.cuda.reset_peak_memory_stats()
         seconds.append(step_seconds(model, system, batch, sample))
         peak = torch.cuda.max_memory_allocated()
         gc.collect()

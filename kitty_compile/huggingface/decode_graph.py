@@ -125,7 +125,8 @@ class DecodeGraph:
         step.cache.use_call(static)
         set_active_call(ActiveCall(step.cache, decoder.config, decoder, active_call(), is_prepared=True))
         try:
-            with torch.cuda.graph(graph):
+            # Streamers and data loaders may use the device from other threads meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 output = self._forward(
                     input_ids=input_ids,
                     position_ids=position_ids,

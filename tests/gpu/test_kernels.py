@@ -54,7 +54,8 @@ def test_seal_boost_counts(num_boosted, seed):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(head_dim, num_columns, dtype):
     layout = make_layout(dtype, key_dim=head_dim, num_boosted=boosted(head_dim))
-    check_attention(gpu_case(layout, RAW, RAGGED, num_columns=num_columns, group=4, kind="channels"))
+    # Far-apart channels make attention nearly one-hot, where a single close race decides the largest error: many rows.
+    check_attention(gpu_case(layout, RAW, 4 * RAGGED, num_columns=num_columns, group=4, kind="channels"))
 
 
 @pytest.mark.parametrize("num_columns", [1, 40])
@@ -85,7 +86,8 @@ def test_groups_and_columns(group, num_columns):
 @pytest.mark.parametrize("num_columns", [1, 40])
 def test_boost_counts(num_boosted, num_columns):
     layout = make_layout(key_dim=128, num_boosted=num_boosted)
-    check_attention(gpu_case(layout, RAW, RAGGED, num_columns=num_columns, group=4, kind="channels"))
+    # Far-apart channels make attention nearly one-hot, where a single close race decides the largest error: many rows.
+    check_attention(gpu_case(layout, RAW, 4 * RAGGED, num_columns=num_columns, group=4, kind="channels"))
 
 
 @pytest.mark.parametrize("raw", [RawLayout(0, 0, 0), RawLayout(5, 300, 1), RawLayout(64, 1000, 40)], ids=str)
