@@ -27,6 +27,7 @@ from kitty_compile.kernels.primitives import (
     pages_of_split,
     partial_rows,
     raw_slot,
+    saturate,
     softcapped,
     split_fields,
     value_operand,
@@ -94,7 +95,7 @@ def _key_tile(
         if NUM_SLOTS > 0:
             code = code + high[field] * 4.0
         keys = code.to(tl.float32) * (unit * FIELD_WEIGHTS[field])[None, :] + zero[None, :]
-        parts = parts + (_saturated(keys, DTYPE),)
+        parts = parts + (narrow(saturate(keys, DTYPE), DTYPE),)
     return tl.reshape(tl.permute(join_fields(parts), [1, 0, 2]), [DIM, PAGE_SIZE])
 
 
@@ -119,16 +120,9 @@ def _value_tile(
         premultiplied = bfloat16_to_float32(tl.load(plane_ptr + VALUE_SCALE // 2 + tokens))
         unit = premultiplied * (2.0**CODE_EXPONENT * FIELD_WEIGHTS[field] * 0.25 ** FIELD_PREMULTIPLIER[field])
         zero = load_zero(plane_ptr + VALUE_ZERO // 2 + tokens, tokens >= 0, DTYPE)
-        parts = parts + (_saturated(code.to(tl.float32) * unit[None, :] + zero[None, :], DTYPE),)
+        values = code.to(tl.float32) * unit[None, :] + zero[None, :]
+        parts = parts + (narrow(saturate(values, DTYPE), DTYPE),)
     return tl.reshape(tl.permute(join_fields(parts), [1, 2, 0]), [PAGE_SIZE, DIM])
-
-
-@triton.jit
-def _saturated(values, DTYPE: tl.constexpr):
-    """Three steps above a group's least value may lie just outside of fp16."""
-    if DTYPE == tl.float16:
-        values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
-    return narrow(values, DTYPE)
 
 
 @triton.jit

@@ -145,7 +145,8 @@ def quantize(values: torch.Tensor, levels: torch.Tensor, axis: int, dtype: torch
 
     ``values`` fp32, ``levels`` = 2**bits - 1 (broadcast against the reduced shape, without ``axis``), ``dtype`` of the zero.
     """
-    low, high = values.amin(dim=axis), values.amax(dim=axis)
+    # The least of -0.0 and 0.0 is either: adding 0.0 makes it the latter everywhere.
+    low, high = values.amin(dim=axis) + 0.0, values.amax(dim=axis)
     largest = torch.finfo(dtype).max
     zero = low.clamp(-largest, largest).to(dtype)
     scale = ((high - low) / levels).clamp(max=MAX_SCALE)

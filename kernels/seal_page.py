@@ -121,7 +121,7 @@ def _seal_key_page(
         tl.store(page + tokens[:, None] * KEY_DIM + channels[None, :], stored, mask=in_head[None, :])
     else:
         keys = widen(stored)
-        low, high = tl.min(keys, axis=0), tl.max(keys, axis=0)
+        low, high = tl.min(keys, axis=0) + 0.0, tl.max(keys, axis=0)
         if NUM_BOOSTED == KEY_DIM:
             boosted = in_head
             slots = channels
@@ -182,7 +182,7 @@ def _seal_value_page(
         tl.store(page + tokens[:, None] * VALUE_DIM + channels[None, :], stored, mask=in_head[None, :])
     else:
         values = widen(stored)
-        low = tl.min(tl.where(in_head[None, :], values, float("inf")), axis=1)
+        low = tl.min(tl.where(in_head[None, :], values, float("inf")), axis=1) + 0.0
         high = tl.max(tl.where(in_head[None, :], values, -float("inf")), axis=1)
         levels = tl.full([PAGE_SIZE], (1 << VALUE_BITS) - 1, tl.float32)
         scale = bfloat16_to_float32(_stored_scale(low, high, levels))

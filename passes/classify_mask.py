@@ -23,7 +23,16 @@ from kitty_compile.passes.evaluate import Subgraph
 from kitty_compile.passes.mask_evidence import NotCausalError
 from kitty_compile.passes.nodes import NoMatchError, is_static, shape, sizes, value_of
 from kitty_compile.passes.place_columns import MAX_SCORES, ColumnPlacer, content_like
-from kitty_compile.passes.probe_mask import Frame, MaskProbe, MaskValueError, Seen, Shift
+from kitty_compile.passes.probe_mask import (
+    Frame,
+    MaskProbe,
+    MaskValueError,
+    Seen,
+    Shift,
+    moved_apart,
+    moved_by,
+    reversed_around,
+)
 from kitty_compile.passes.records import AttentionMatch, MaskKind, MaskRefusal
 
 
@@ -40,7 +49,9 @@ def _without_mask(match: AttentionMatch, order: dict[fx.Node, int]) -> MaskKind:
     if match.is_causal:
         # SDPA aligns its causal mask with the first key, which must then be the first column of the call.
         if match.num_columns != match.num_keys or not _starts_empty(match, order):
-            raise NoMatchError("is_causal counts from the first key, but there is a past: queries see the wrong columns")
+            raise NoMatchError(
+                "is_causal counts from the first key, but there is a past: queries see the wrong columns"
+            )
         return MaskKind("causal")
     if match.num_columns != 1 or not is_static(sizes(match.key)[match.update.columns_dim]):
         raise NoMatchError("there is no mask: every column sees all others (bidirectional)")
@@ -113,10 +124,7 @@ class _Classifier:
         self.probe.moves_queries, self.probe.moves_keys = queries, keys
         far = 4 * (self._last + 1)
         plain = self.probe.run(self.frame, self.roles).visible
-        shifts: list[Shift] = [
-            lambda columns: torch.full_like(columns, -far if queries else far),
-            lambda columns: self._last - 2 * columns,
-        ]
+        shifts = (moved_by(-far if queries else far), reversed_around(self._last))
         return any(not torch.equal(plain, self.probe.run(self.frame, self.roles, shift).visible) for shift in shifts)
 
     # ---- graph inputs
@@ -199,13 +207,12 @@ class _Classifier:
         middle = (first + last + 1) // 2
         edges = sorted({max(self.frame.past, first + 1), middle, last} & set(range(first + 1, last + 1)))
         for constant, edge, nearer in itertools.product(self.constants, edges, (0, 1, 2)):
-            jump = constant - nearer
-            yield lambda columns, edge=edge, jump=jump: (columns < edge).long() * -jump
+            yield moved_apart(edge, left=nearer - constant)
             if self.probe.moves_queries:
-                yield lambda columns, edge=edge, jump=jump: (columns >= edge).long() * jump
+                yield moved_apart(edge, right=constant - nearer)
         if self.probe.moves_queries:
             for constant, place in itertools.product(self.constants, (first, middle, last)):
-                yield lambda columns, place=place, constant=constant: torch.full_like(columns, constant - place)
+                yield moved_by(constant - place)
 
     def _probe_sizes(self) -> None:
         """Other sizes where the graph has symbols for them, past every constant if columns cannot be moved there."""
@@ -237,7 +244,9 @@ class _Classifier:
         farthest = self.evidence.farthest_probed
         for constant in sorted(self.probe.subgraph.operands()):
             if constant > farthest + 1:
-                raise NoMatchError(f"the mask has a constant {constant}, but no two columns of this call are so far apart")
+                raise NoMatchError(
+                    f"the mask has a constant {constant}, but no two columns of this call are so far apart"
+                )
         for tensor in self.probe.subgraph.constants():
             if self.evidence.window is None and _hides_by_distance(tensor, farthest):
                 raise NoMatchError("the mask has a buffer with a window wider than this call")
@@ -249,8 +258,7 @@ class _Classifier:
             bounds = (evidence.farthest_visible, evidence.nearest_hidden)
             jump = sum(bounds) // 2 - 1
             if self.probe.moves_keys:
-                shift: Shift = lambda columns, jump=jump: (columns < self._last).long() * -jump  # noqa: E731
-                evidence.add(self.probe.run(self.frame, self.roles, shift))
+                evidence.add(self.probe.run(self.frame, self.roles, moved_apart(self._last, left=-jump)))
             if bounds == (evidence.farthest_visible, evidence.nearest_hidden):
                 raise NotCausalError(f"the mask hides keys somewhere between {bounds[0]} and {bounds[1]} columns back")
         window = evidence.window
@@ -267,9 +275,8 @@ class _Classifier:
             setting = dataclasses.replace(self.frame.setting, symbols={**hints, **self.frame.setting.symbols})
             symbols = {**setting.symbols, name: setting.symbols[name] + 1}
             changed = dataclasses.replace(self.frame, setting=dataclasses.replace(setting, symbols=symbols))
-            shift: Shift = lambda columns: (columns < self._last).long() * -(window - 1)  # noqa: E731
             try:
-                seen = self.probe.run(changed, self.roles, shift)
+                seen = self.probe.run(changed, self.roles, moved_apart(self._last, left=1 - window))
             except NoMatchError:
                 continue  # The symbol counts columns, so that the others would have to change with it.
             self.evidence.add(seen)

@@ -152,9 +152,11 @@ def _call(node: fx.Node, load: Callable[[fx.Node], Any], setting: Setting) -> An
     def argument(operand: fx.Node) -> Any:
         return _stand_in(operand, setting) if operand in skipped else load(operand)
 
-    args, kwargs = _resized(node, setting) if setting.resize else (node.args, node.kwargs)
-    args, kwargs = fx.node.map_arg((args, kwargs), argument)
-    args, kwargs = fx.node.map_aggregate((args, kwargs), _on_cpu)
+    given: Any = _resized(node, setting) if setting.resize else (node.args, node.kwargs)
+    given = fx.node.map_arg(given, argument)
+    args: Any
+    kwargs: Any
+    args, kwargs = fx.node.map_aggregate(given, _on_cpu)
     if setting.num_columns is not None and op_name(node) == "index":
         args = (args[0], _clamped(args[0], args[1], setting.num_columns))
     assert callable(node.target)

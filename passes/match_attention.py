@@ -39,13 +39,25 @@ from kitty_compile.passes.nodes import (
     sizes,
     writers,
 )
-from kitty_compile.passes.records import AttentionMatch, FusedAttention, KVUpdate, MaskTerm, Match, MatchFailure
+from kitty_compile.passes.records import (
+    AttentionMatch,
+    FusedAttention,
+    KVUpdate,
+    MaskForm,
+    MaskTerm,
+    Match,
+    MatchFailure,
+)
 from kitty_compile.passes.trace_axes import is_inert_dropout, source_of
 
 _SOFTMAXES = frozenset({"softmax", "_softmax", "_safe_softmax", "special_softmax"})
-_WEIGHTS_PASS = frozenset({"to", "_to_copy", "type_as", "contiguous", "clone", "view", "reshape", "_unsafe_view", "dropout"})
+_WEIGHTS_PASS = frozenset(
+    {"to", "_to_copy", "type_as", "contiguous", "clone", "view", "reshape", "_unsafe_view", "dropout"}
+)
 # Operators that attend but hide how; models have a switch that avoids them.
-_OPAQUE = re.compile(r"flash_att|flex_attention|efficient_attention|cudnn_attention|native_multi_head_attention|paged_att")
+_OPAQUE = re.compile(
+    r"flash_att|flex_attention|efficient_attention|cudnn_attention|native_multi_head_attention|paged_att"
+)
 
 
 def match_attention(gm: fx.GraphModule) -> list[Match]:
@@ -96,9 +108,9 @@ def _match_sdpa(node: fx.Node, order: Order) -> AttentionMatch:
     scale = number_of(named["scale"], order) if named["scale"] is not None else shape(operands.query)[-1] ** -0.5
     if scale is None:
         raise NoMatchError("the scale is not a number")
-    masks = ()
+    masks: tuple[MaskTerm, ...] = ()
     if (mask := named["attn_mask"]) is not None:
-        form = "visible" if dtype(mask) == torch.bool else "additive"
+        form: MaskForm = "visible" if dtype(mask) == torch.bool else "additive"
         # The scores of SDPA have the sizes of its result, columns of K instead of head_dim.
         masks = (MaskTerm(mask, form, node),)
     numbers = (named["scale"],) if isinstance(named["scale"], fx.Node) else ()

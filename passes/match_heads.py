@@ -88,7 +88,8 @@ def match_keys(operand: fx.Node, is_transposed: bool, order: Order) -> KeyHeads:
 
 def _upstream(operand: fx.Node, order: Order) -> tuple[list[fx.Node], list[float]]:
     """``operand`` and what it is a view, copy or multiple of, one after another, with the factor of each step."""
-    chain, factors = [operand], []
+    chain: list[fx.Node] = [operand]
+    factors: list[float] = []
     while True:
         node = chain[-1]
         source, factor = source_of(node), 1.0
@@ -140,7 +141,12 @@ def _is_axis(dimension: tuple[Factor, ...], name: str, size: int | None = None) 
     """Is this the axis ``name``, from its start (and whole, given its size)?"""
     if not dimension:
         return size in (None, 1)
-    return dimension[0].axis == name and dimension[0].stride == 1 and size in (None, dimension[0].size) and len(dimension) == 1
+    return (
+        dimension[0].axis == name
+        and dimension[0].stride == 1
+        and size in (None, dimension[0].size)
+        and len(dimension) == 1
+    )
 
 
 def _read_leading(axes: Axes, num_heads: int, operand: fx.Node) -> tuple[int, int]:

@@ -141,7 +141,9 @@ def _match_cat(full: fx.Node, columns_dim: int) -> _Side:
     parts = list(named["tensors"])
     dim = named["dim"] % len(shape(full))
     if dim != columns_dim:
-        raise NoMatchError(f"{full} joins dimension {dim}, but the columns are dimension {columns_dim}")
+        if any(_past_input(part) is not None for part in parts):
+            raise NoMatchError(f"{full} joins dimension {dim}, but the columns are dimension {columns_dim}")
+        return _match_own(full, columns_dim)  # the halves of a rotary embedding
     # transformers' DynamicCache starts with an empty tensor of one dimension.
     parts = [part for part in parts if 0 not in shape(part)]
     kept = _kept(full, columns_dim)
@@ -258,7 +260,12 @@ def _same_place(first: fx.Node | int | None, second: fx.Node | int | None) -> bo
     """Are both updates at the same positions? Equal calls on equal arguments count as one node."""
     if first is second or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return first == second
-    return first.target == second.target and len(first.args) == len(second.args) and first.op == "call_function" and all(
-        _same_place(a, b) if isinstance(a, fx.Node | int) and isinstance(b, fx.Node | int) else a == b
-        for a, b in zip(first.args, second.args, strict=True)
+    return (
+        first.target == second.target
+        and len(first.args) == len(second.args)
+        and first.op == "call_function"
+        and all(
+            _same_place(a, b) if isinstance(a, fx.Node | int) and isinstance(b, fx.Node | int) else a == b
+            for a, b in zip(first.args, second.args, strict=True)
+        )
     )

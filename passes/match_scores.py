@@ -8,7 +8,6 @@ Before (any order of casts and views, in place or not)         Record
 """
 
 import dataclasses
-from typing import Literal
 
 import torch
 from torch import fx
@@ -27,7 +26,7 @@ from kitty_compile.passes.nodes import (
     writers,
     written_nodes,
 )
-from kitty_compile.passes.records import MaskTerm
+from kitty_compile.passes.records import MaskForm, MaskTerm
 from kitty_compile.passes.trace_axes import source_of
 
 PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
@@ -36,7 +35,19 @@ HIDDEN_BELOW = -1e4
 _NEVER = -1e30
 # Views and casts that scores may pass through; what repeats or transposes them is something else.
 _PASSES = frozenset(
-    {"to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach", "view", "reshape", "_unsafe_view", "squeeze"}
+    {
+        "to",
+        "_to_copy",
+        "type_as",
+        "contiguous",
+        "clone",
+        "alias",
+        "detach",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "squeeze",
+    }
     | {"unsqueeze", "unflatten", "flatten"}
 )
 
@@ -67,7 +78,7 @@ class _Above:
     def scaled(self, factor: float, node: fx.Node) -> "_Above":
         return dataclasses.replace(self, scale=self.scale * factor, numbers=self.numbers + _symbolic_operands(node))
 
-    def masked(self, mask: fx.Node, form: Literal["additive", "visible", "hidden"], scores: fx.Node) -> "_Above":
+    def masked(self, mask: fx.Node, form: MaskForm, scores: fx.Node) -> "_Above":
         if self.scale != 1.0 or self.softcap is not None:
             raise NoMatchError("the mask is applied before the scale or the softcap")
         return dataclasses.replace(self, masks=(*self.masks, MaskTerm(mask, form, scores)))
@@ -153,10 +164,11 @@ def _read_add(node: fx.Node, above: _Above, order: Order) -> Scores:
 def _read_where(node: fx.Node, above: _Above, order: Order) -> Scores:
     condition, first, second = node.args
     assert isinstance(condition, fx.Node)
-    for scores, fill, form in ((first, second, "visible"), (second, first, "hidden")):
+    choices: tuple[tuple[object, object, MaskForm], ...] = ((first, second, "visible"), (second, first, "hidden"))
+    for scores, fill, form in choices:
         if isinstance(scores, fx.Node) and reaches_product(scores):
             _check_hidden(fill, order)
-            return _step(scores, node, above.masked(condition, form, node), order)  # type: ignore[arg-type]
+            return _step(scores, node, above.masked(condition, form, node), order)
     raise NoMatchError("scores are a choice that is not understood")
 
 
@@ -195,7 +207,8 @@ def _read_product(node: fx.Node, above: _Above, order: Order) -> Scores:
         above = above.scaled(alpha, node)
     else:
         first, second = args[0], args[1]
-    assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
+    assert isinstance(first, fx.Node)
+    assert isinstance(second, fx.Node)
     operands = Operands(first, second, second, is_transposed)
     return Scores(node, operands, above.scale, above.softcap, above.masks, above.sinks, above.numbers)
 
@@ -205,7 +218,7 @@ def _check_equation(equation: str, first: tuple[str, str], second: tuple[str, st
     compact = equation.replace(" ", "")
     operands, _, output = compact.partition("->")
     one, _, two = operands.partition(",")
-    renamed = {}
+    renamed: dict[str, str] = {}
     for letters, names in ((one[-2:], first), (two[-2:], second), (output[-2:], result)):
         for letter, name in zip(letters, names, strict=False):
             if renamed.setdefault(letter, name) != name:

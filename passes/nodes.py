@@ -23,7 +23,7 @@ class NoMatchError(Exception):
 
 
 def op_name(node: object) -> str:
-    """"view" for a call of any overload of ``aten.view``, "kitty::attend" for other namespaces, else ""."""
+    """ "view" for a call of any overload of ``aten.view``, "kitty::attend" for other namespaces, else ""."""
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return ""
     name: str = node.target._schema.name
@@ -96,12 +96,11 @@ def constant_of(node: object) -> torch.Tensor | None:
     """The real tensor of a parameter, buffer or lifted constant; None for anything else."""
     if not isinstance(node, fx.Node):
         return None
-    if node.op == "get_attr" and node.graph.owning_module is not None:
-        found = functools.reduce(
-            lambda owner, name: getattr(owner, name, None), str(node.target).split("."), node.graph.owning_module
-        )
-        return found if isinstance(found, torch.Tensor) else None
-    found = node.meta.get(CONSTANT)
+    found: object = node.meta.get(CONSTANT)
+    if node.op == "get_attr":
+        found = node.graph.owning_module
+        for name in str(node.target).split("."):
+            found = getattr(found, name, None)
     return found if isinstance(found, torch.Tensor) else None
 
 
@@ -137,9 +136,7 @@ def is_alias(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
         return False
     schema = node.target._schema
-    return op_name(node) in _ALIASES_WITHOUT_SCHEMA or any(
-        result.alias_info is not None for result in schema.returns
-    )
+    return op_name(node) in _ALIASES_WITHOUT_SCHEMA or any(result.alias_info is not None for result in schema.returns)
 
 
 def order_of(graph: fx.Graph) -> dict[fx.Node, int]:

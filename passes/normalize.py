@@ -33,18 +33,7 @@ def normalize(gm: fx.GraphModule, example_inputs: Sequence[object]) -> fx.GraphM
         gm: a graph from Dynamo (as a ``torch.compile`` backend gets it), or one that is in the form already.
         example_inputs: what Dynamo passes beside it. Tensors that belong to a module are taken as constants.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    if is_normal(gm):
-        normal = gm
-    else:
-        fakes = [value_of(node) for node in placeholders]
-        # Not the mode of the tracing context: within a backend that is a new one, and modes do not mix.
-        modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
-        if not modes:
-            raise ValueError("gm must come with fake values of its inputs, got a graph that was not captured by Dynamo")
-        with modes[0], fx.traceback.preserve_node_meta():
-            run = fx.Interpreter(gm).run
-            normal = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+    normal: fx.GraphModule = gm if is_normal(gm) else _retrace(gm)
     owned = {
         index: value
         for index, value in enumerate(example_inputs)
@@ -54,6 +43,19 @@ def normalize(gm: fx.GraphModule, example_inputs: Sequence[object]) -> fx.GraphM
         if index in owned:
             node.meta[CONSTANT] = owned[index]
     return normal
+
+
+def _retrace(gm: fx.GraphModule) -> fx.GraphModule:
+    fakes = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+    # Not the mode of the tracing context: within a backend that is a new one, and modes do not mix.
+    modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
+    if not modes:
+        raise ValueError("gm must come with fake values of its inputs, got a graph that was not captured by Dynamo")
+    run = fx.Interpreter(gm).run
+    trace = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)
+    with modes[0], fx.traceback.preserve_node_meta():
+        traced: fx.GraphModule = trace(*fakes)
+    return traced
 
 
 def normalize_program(program: ExportedProgram) -> fx.GraphModule:
@@ -69,7 +71,8 @@ def normalize_program(program: ExportedProgram) -> fx.GraphModule:
         value = program.state_dict.get(name, program.constants.get(name))
         if isinstance(value, torch.Tensor):
             node.meta[CONSTANT] = value
-    return program.graph_module
+    gm: fx.GraphModule = program.graph_module
+    return gm
 
 
 def is_normal(gm: fx.GraphModule) -> bool:
@@ -80,9 +83,7 @@ def is_normal(gm: fx.GraphModule) -> bool:
 def _is_python_call(node: fx.Node) -> bool:
     if node.op in ("call_method", "call_module"):
         return True
-    if node.op != "call_function" or isinstance(
-        node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator
-    ):
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         return False
     if node.target is operator.getitem:
         return isinstance(value_of(node.args[0]), torch.Tensor) if isinstance(node.args[0], fx.Node) else False

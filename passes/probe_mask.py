@@ -24,6 +24,21 @@ def unmoved(columns: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(columns)
 
 
+def moved_by(amount: int) -> Shift:
+    """All columns, by the same amount."""
+    return lambda columns: torch.full_like(columns, amount)
+
+
+def moved_apart(edge: int, left: int = 0, right: int = 0) -> Shift:
+    """Columns before ``edge`` by ``left``, the others by ``right``."""
+    return lambda columns: torch.where(columns < edge, left, right)
+
+
+def reversed_around(last: int) -> Shift:
+    """Columns 0 .. ``last`` in the opposite order."""
+    return lambda columns: last - 2 * columns
+
+
 class MaskValueError(NoMatchError):
     """A mask adds something that is neither nothing nor minus infinity."""
 
@@ -216,4 +231,3 @@ def own_positions(match: AttentionMatch) -> int | None:
         return positions
     value = None if positions is None else value_of(positions)
     return hint(value) if isinstance(value, torch.SymInt | int) else None
-

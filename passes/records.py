@@ -5,6 +5,8 @@ from typing import Literal
 
 from torch import fx
 
+MaskForm = Literal["additive", "visible", "hidden"]
+
 
 @dataclasses.dataclass(frozen=True)
 class KVUpdate:
@@ -44,7 +46,7 @@ class MaskTerm:
     """A tensor that masks scores of the sizes ``scores``: added to them, or true where they stay or where they go."""
 
     node: fx.Node
-    form: Literal["additive", "visible", "hidden"]
+    form: MaskForm
     scores: fx.Node
 
 

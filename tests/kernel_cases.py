@@ -49,7 +49,8 @@ def make_layout(dtype=torch.float16, *, key_dim=64, value_dim=None, heads=2, key
 
 def random_tokens(batch, heads, length, head_dim, dtype, generator, kind="normal"):
     """K or V of some tokens. ``kind``: normal; channels (some channels far larger, as in real keys); outliers (single values
-    of up to 1e5, clipped to the dtype); constant (whole channels and tokens that do not vary); tiny (subnormal)."""
+    of up to 1e5, clipped to the dtype); constant (whole channels and tokens that do not vary); tiny (subnormal); signed
+    (zeros of both signs)."""
     tokens = torch.randn(batch, heads, length, head_dim, generator=generator)
     if kind == "channels":
         tokens *= torch.exp(1.5 * torch.randn(1, heads, 1, head_dim, generator=generator))
@@ -62,6 +63,8 @@ def random_tokens(batch, heads, length, head_dim, dtype, generator, kind="normal
         tokens[..., ::3] = 1.5
         tokens[..., 1::6] = 0.0
         tokens[:, :, ::2] = -0.25
+    elif kind == "signed":
+        tokens = torch.tensor([-0.0, 0.0, 1.0])[torch.randint(3, tokens.shape, generator=generator)]
     elif kind == "tiny":
         tokens *= 1e-6 if dtype == torch.float16 else 1e-39
     return tokens.to(dtype)

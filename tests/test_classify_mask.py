@@ -162,7 +162,9 @@ def window_by_fill(width):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("width", [2, 5, 7, 8, 40, 4096, 131072])
-@pytest.mark.parametrize("mask", [window_of, window_by_one_arange, window_by_fill], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "mask", [window_of, window_by_one_arange, window_by_fill], ids=lambda function: function.__name__
+)
 def test_a_window_is_read_however_few_columns_there_are(mask, width, dynamic):
     assert kind_of("dynamo", reading(mask(width)), dynamic=dynamic) == MaskKind("sliding", width)
 
@@ -256,7 +258,9 @@ def held_columns(columns=7, dtype=torch.int64):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-@pytest.mark.parametrize("mask", [padded_bool, padded_additive, padded_gathered], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "mask", [padded_bool, padded_additive, padded_gathered], ids=lambda function: function.__name__
+)
 def test_padding_is_named(mask, front_end, dtype):
     graph = capture(front_end, Stack(reading(mask)), hidden(), held_columns(dtype=dtype))
     kind = classified(graph)

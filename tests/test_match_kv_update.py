@@ -93,7 +93,7 @@ def buffers(layout="heads", batch=2):
 
 
 CASES = {
-    cat: ("cat", lambda: past_of()),
+    cat: ("cat", past_of),
     cat_with_nothing: ("cat", lambda: ()),
     returned: ("cat", lambda: ()),
     sliding: ("cat", lambda: past_of(columns=7)),
@@ -102,8 +102,8 @@ CASES = {
     index_put: ("index_put", lambda: (*buffers(), positions())),
     slice_write: ("slice", lambda: buffers(batch=4)),
     slice_write_columns_first: ("slice", lambda: buffers("columns", batch=4)),
-    slice_scatter: ("slice", lambda: buffers()),
-    broadcast_write: ("slice", lambda: buffers()),
+    slice_scatter: ("slice", buffers),
+    broadcast_write: ("slice", buffers),
 }
 
 

@@ -26,6 +26,18 @@ def test_dense_pages_equal_reference(dtype, bits, head_dim, num_boosted):
         assert torch.equal(mine.view(torch.int16), right.view(torch.int16))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_extremes_saturate(dtype):
+    layout = make_layout(dtype)
+    state = make_case(layout, RAW, [260], kind="outliers").state
+    for pages, is_key in ((state.key_pages, True), (state.value_pages, False)):
+        arguments = pages, state.page_table, 2, layout
+        mine = triton_backend.dequantize_pages(*arguments, is_key=is_key)
+        right = update_torch.dequantize_pages(*arguments, is_key=is_key)
+        assert torch.isfinite(mine).all()
+        assert torch.equal(mine.view(torch.int16), right.view(torch.int16))
+
+
 def test_no_pages():
     layout = make_layout()
     state = make_case(layout, RAW, [3]).state

@@ -11,7 +11,7 @@ RAW = RawLayout(sink_length=32, value_window=128, rollback_window=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["normal", "channels", "outliers", "constant", "tiny"])
+@pytest.mark.parametrize("kind", ["normal", "channels", "outliers", "constant", "tiny", "signed"])
 def test_pages_equal_reference(dtype, kind):
     case = make_case(make_layout(dtype), RAW, [287, 150], num_columns=9, kind=kind)
     check_update(case)

@@ -26,7 +26,7 @@ def boosted(head_dim, fraction=0.125):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["normal", "channels", "outliers", "constant", "tiny"])
+@pytest.mark.parametrize("kind", ["normal", "channels", "outliers", "constant", "tiny", "signed"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_seal_bit_for_bit(head_dim, kind, dtype):
     layout = make_layout(dtype, key_dim=head_dim, num_boosted=boosted(head_dim))
