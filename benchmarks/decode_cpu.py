@@ -73,8 +73,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="2048,4096,8000")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     model, ids = load()
     rows = []
     for length in map(int, arguments.lengths.split(",")):

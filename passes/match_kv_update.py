@@ -44,6 +44,7 @@ class _Side:
     past: fx.Node | None = None
     positions: fx.Node | int | None = None
     kept: int | None = None
+    write: fx.Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,7 @@ def match_kv_update(
         kept=key.kept,
         columns_dim=columns_dim,
         is_fresh=buffer is not None and not is_graph_input(buffer),
+        writes=tuple(side.write for side in (key, value) if side.write is not None),
     )
     return MatchedUpdate(key.new, value.new, update)
 
@@ -209,14 +211,15 @@ def _match_write(write: fx.Node, named: dict[str, object], columns_dim: int) -> 
         case "index_copy" | "index_copy_":
             if cast(int, named["dim"]) % len(shape(past)) != columns_dim:
                 raise NoMatchError(f"{write} writes along a dimension that is not the columns")
-            return _Side("index_copy", cast(fx.Node, named["source"]), past, cast(fx.Node, named["index"]))
+            new, index = cast(fx.Node, named["source"]), cast(fx.Node, named["index"])
+            return _Side("index_copy", new, past, index, write=write)
         case "index_put" | "index_put_":
             return _match_index_put(write, named, past, columns_dim)
         case _:
             if cast(int, named["dim"]) % len(shape(past)) != columns_dim or named["step"] != 1:
                 raise NoMatchError(f"{write} writes along a dimension that is not the columns")
             start = cast("fx.Node | int | None", named["start"]) or 0
-            return _Side("slice", cast(fx.Node, named["src"]), past, start)
+            return _Side("slice", cast(fx.Node, named["src"]), past, start, write=write)
 
 
 def _match_index_put(write: fx.Node, named: dict[str, object], past: fx.Node, columns_dim: int) -> _Side:
@@ -230,7 +233,7 @@ def _match_index_put(write: fx.Node, named: dict[str, object], past: fx.Node, co
     new = cast(fx.Node, named["values"])
     if len(shape(new)) != 4:
         raise NoMatchError(f"{write} writes one value to many places")
-    return _Side("index_put", new, past, positions)
+    return _Side("index_put", new, past, positions, write=write)
 
 
 def _match_slice_write(buffer: fx.Node, write: fx.Node, named: dict[str, object], columns_dim: int) -> _Side:
@@ -253,7 +256,7 @@ def _match_slice_write(buffer: fx.Node, write: fx.Node, named: dict[str, object]
     new = cast(fx.Node, named["src"])
     if len(shape(new)) != 4 or [str(size) for size in sizes(new)] != [str(size) for size in sizes(named["self"])]:
         raise NoMatchError(f"{write} writes one value to many places")
-    return _Side("slice", new, buffer, start or 0)
+    return _Side("slice", new, buffer, start or 0, write=write)
 
 
 def _same_place(first: fx.Node | int | None, second: fx.Node | int | None) -> bool:

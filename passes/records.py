@@ -22,6 +22,7 @@ class KVUpdate:
             None when they come last.
         kept: columns that a sliding cache keeps of the result for the next call; None when it keeps all.
         is_fresh: the buffer of a static update is made in this call, so that there are no earlier columns.
+        writes: the calls of a static update that write new columns.
         columns_dim: 2 when these tensors are [batch, heads, columns, head_dim], 1 when [batch, columns, heads, head_dim].
     """
 
@@ -34,6 +35,7 @@ class KVUpdate:
     kept: int | None = None
     columns_dim: int = 2
     is_fresh: bool = False
+    writes: tuple[fx.Node, ...] = ()
 
     @property
     def is_static(self) -> bool:
