@@ -142,7 +142,9 @@ def _fold_heads(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor, num_columns: int) -> torch.Tensor:
     """-inf in scores [B, Hkv, group * T, N] where mask [B or 1, 1, T, N] is False."""
-    result: torch.Tensor = scores.unflatten(2, (-1, num_columns)).masked_fill(~mask.unsqueeze(2), -torch.inf).flatten(2, 3)
+    result: torch.Tensor = (
+        scores.unflatten(2, (-1, num_columns)).masked_fill(~mask.unsqueeze(2), -torch.inf).flatten(2, 3)
+    )
     return result
 
 
@@ -336,9 +338,7 @@ def _codes(ordered: torch.Tensor, restore: Callable[[torch.Tensor], torch.Tensor
 
 
 @functools.cache
-def _word_order(
-    num_words: int, restore: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-) -> torch.Tensor:
+def _word_order(num_words: int, restore: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.Tensor:
     """Where the words of [X, 16] lie in memory, i64 [16 X]."""
     return restore(torch.arange(num_words, device=device)).mT.flatten()
 

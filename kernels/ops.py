@@ -81,7 +81,17 @@ def _attend(
     layouts = numbers.page_layout(state.raw_key.dtype), numbers.raw_layout()
     backend = _backend(query.device.type)
     output: torch.Tensor = backend.attend(
-        query, key, value, columns, counts, state, *layouts, scale=scale, softcap=softcap, sinks=sinks, is_empty=is_empty
+        query,
+        key,
+        value,
+        columns,
+        counts,
+        state,
+        *layouts,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        is_empty=is_empty,
     )
     backend.update(key, value, columns, counts, state, *layouts, seed=numbers.seed, layer=numbers.layer)
     return output
@@ -103,7 +113,12 @@ def _update(
 
 
 def _dequantize(
-    pages: torch.Tensor, page_table: torch.Tensor, num_pages: int, like: torch.Tensor, parameters: list[int], is_key: bool
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    num_pages: int,
+    like: torch.Tensor,
+    parameters: list[int],
+    is_key: bool,
 ) -> torch.Tensor:
     layout = OpParameters(*parameters).page_layout(like.dtype)
     dense: torch.Tensor = _backend(pages.device.type).dequantize_pages(
@@ -130,7 +145,12 @@ def _update_fake(*_: Any) -> None:
 
 @torch.library.register_fake("kitty::dequantize", lib=_library)
 def _dequantize_fake(
-    pages: torch.Tensor, page_table: torch.Tensor, num_pages: int, like: torch.Tensor, parameters: list[int], is_key: bool
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    num_pages: int,
+    like: torch.Tensor,
+    parameters: list[int],
+    is_key: bool,
 ) -> torch.Tensor:
     numbers = OpParameters(*parameters)
     head_dim = numbers.key_dim if is_key else numbers.value_dim
@@ -171,7 +191,12 @@ def update(
 
 
 def dequantize(
-    pages: torch.Tensor, page_table: torch.Tensor, num_pages: int, like: torch.Tensor, parameters: OpParameters, is_key: bool
+    pages: torch.Tensor,
+    page_table: torch.Tensor,
+    num_pages: int,
+    like: torch.Tensor,
+    parameters: OpParameters,
+    is_key: bool,
 ) -> torch.Tensor:
     """``kitty::dequantize``: [B, Hkv, num_pages * 128, D] in the dtype of ``like`` (a raw tensor of the layer)."""
     dense: torch.Tensor = torch.ops.kitty.dequantize(pages, page_table, num_pages, like, list(parameters), is_key)

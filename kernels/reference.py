@@ -266,7 +266,9 @@ def unseal_keys(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:
         result: torch.Tensor = records.view(layout.dtype).unflatten(-1, (PAGE_SIZE, record.head_dim)).float()
         return result
     parts = split_key_records(records, record, layout.dtype)
-    return _saturate(key_codes(parts) * parts.scale.float().unsqueeze(-2) + parts.zero.float().unsqueeze(-2), layout.dtype)
+    return _saturate(
+        key_codes(parts) * parts.scale.float().unsqueeze(-2) + parts.zero.float().unsqueeze(-2), layout.dtype
+    )
 
 
 def unseal_values(records: torch.Tensor, layout: PageLayout) -> torch.Tensor:

@@ -136,7 +136,9 @@ class DecodeGraph:
         except RuntimeError as error:
             torch.cuda.synchronize()
             self.refusal = str(error).splitlines()[0]
-            logger.warning("decode steps of %s run eagerly, capture failed: %s", type(self.model).__name__, self.refusal)
+            logger.warning(
+                "decode steps of %s run eagerly, capture failed: %s", type(self.model).__name__, self.refusal
+            )
             return False
         finally:
             hooks.drop_call(decoder)
