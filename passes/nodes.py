@@ -43,7 +43,8 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 def value_of(node: fx.Node) -> Any:
     """The fake value: a tensor, a SymInt, a tuple; None when there is none."""
-    return node.meta.get("val", node.meta.get("example_value"))
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return constant_of(node) if value is None and node.op == "get_attr" else value
 
 
 def hint(size: object) -> int:

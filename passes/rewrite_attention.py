@@ -14,19 +14,17 @@ is and reported with the binder's reason.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from kitty_compile.kernels.ops import OpParameters
-from kitty_compile.passes.nodes import NoMatchError, dtype, is_static, same_size, shape, sizes, value_of
+from kitty_compile.passes.insert_nodes import Inserter
+from kitty_compile.passes.nodes import dtype, sizes
 from kitty_compile.passes.pipeline import Report
 from kitty_compile.passes.records import AttentionMatch, MaskKind
-
-_PROVENANCE = ("nn_module_stack", "stack_trace", "source_fn_stack", "from_node", "seq_nr")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +78,13 @@ def rewrite_attention(gm: fx.GraphModule, report: Report, binder: Binder) -> Rew
 
 
 def _replace(match: AttentionMatch, binding: LayerBinding) -> fx.Node:
-    build = _Builder(match)
-    key, value = build.by_heads(match.key), build.by_heads(match.value)
-    wanted = dtype(match.key)
-    query = build.reshape(match.query, (match.batch, match.num_heads, match.num_columns, match.key_dim))
-    query = build.cast(query, wanted)
-    attend = build.call(
+    insert = Inserter(match.node)
+    own, columns_dim = sizes(match.key), match.update.columns_dim
+    known = {str(own[dim]): (match.key, dim) for dim in (0, columns_dim)}
+    wanted = (own[0], match.num_heads, own[columns_dim], match.key_dim)
+    query = insert.cast(insert.reshape(match.query, wanted, known), dtype(match.key))
+    key, value = (_by_heads(node, columns_dim, insert) for node in (match.key, match.value))
+    attend = insert(
         torch.ops.kitty.attend.default,
         query,
         key,
@@ -99,61 +98,10 @@ def _replace(match: AttentionMatch, binding: LayerBinding) -> fx.Node:
         match.sinks,
         binding.is_empty,
     )
-    output = build.reshape(build.cast(attend, dtype(match.node)), shape(match.node), like=match.node)
-    match.node.replace_all_uses_with(output)
+    output = insert.reshape(insert.cast(attend, dtype(match.node)), sizes(match.node), known)
+    match.node.replace_all_uses_with(insert.lay_out_like(output, match.node))
     return attend
 
 
-class _Builder:
-    """Inserts calls before a matched node, with fake values and the node's provenance."""
-
-    def __init__(self, match: AttentionMatch) -> None:
-        self.match, self.graph = match, match.node.graph
-        self.fake_mode = value_of(match.node).fake_mode
-        self._sizes: dict[str, fx.Node] = {}
-
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        with self.graph.inserting_before(self.match.node):
-            node = self.graph.call_function(target, args)
-        node.meta.update({name: self.match.node.meta[name] for name in _PROVENANCE if name in self.match.node.meta})
-        with self.fake_mode:
-            node.meta["val"] = target(*fx.node.map_arg(args, value_of))
-        return node
-
-    def by_heads(self, node: fx.Node) -> fx.Node:
-        return node if self.match.update.columns_dim == 2 else self.call(torch.ops.aten.transpose.int, node, 1, 2)
-
-    def cast(self, node: fx.Node, wanted: torch.dtype) -> fx.Node:
-        return node if dtype(node) == wanted else self.call(torch.ops.aten.to.dtype, node, wanted)
-
-    def reshape(self, node: fx.Node, target: Sequence[int], like: fx.Node | None = None) -> fx.Node:
-        """``node`` with the sizes of ``target`` in the traced call, symbols where rows and columns are symbols."""
-        symbols = sizes(like) if like is not None else self._four(target)
-        current = sizes(node)
-        if len(current) == len(symbols) and all(map(same_size, current, symbols)):
-            return node
-        wanted: list[Any] = []
-        for size in symbols:
-            known = size if isinstance(size, int) else self._size_node(size)
-            wanted.append(-1 if known is None else known)
-        if wanted.count(-1) > 1:
-            raise NoMatchError(f"the sizes of {like or node} cannot be expressed in those of the keys")
-        return self.call(torch.ops.aten.reshape.default, node, wanted)
-
-    def _four(self, target: Sequence[int]) -> tuple[Any, ...]:
-        """[batch, heads, T, head_dim] with the symbols of the key in the first and third place."""
-        own = sizes(self.match.key)
-        return (own[0], target[1], own[self.match.update.columns_dim], target[3])
-
-    def _size_node(self, size: Any) -> fx.Node | int | None:
-        """A node for the batch or the call's columns; None for any other symbol."""
-        own = sizes(self.match.key)
-        for dim in (0, self.match.update.columns_dim):
-            if is_static(size):
-                return int(size)
-            if same_size(size, own[dim]):
-                name = str(size)
-                if name not in self._sizes:
-                    self._sizes[name] = self.call(torch.ops.aten.sym_size.int, self.match.key, dim)
-                return self._sizes[name]
-        return None
+def _by_heads(node: fx.Node, columns_dim: int, insert: Inserter) -> fx.Node:
+    return node if columns_dim == 2 else insert(torch.ops.aten.transpose.int, node, 1, 2)
