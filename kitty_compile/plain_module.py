@@ -18,6 +18,7 @@ from kitty_compile.passes.rewrite_attention import rewrite_attention
 from kitty_compile.passes.shift_positions import shift_positions
 
 _CHECK_TOLERANCE = 2e-2
+_COUNTER = "kitty_columns"
 
 
 class CachedModule(nn.Module):
@@ -82,6 +83,8 @@ class CachedModule(nn.Module):
     def _set_lengths(self, columns: int) -> None:
         for layer in self.layers:
             state_of(self.graph_module, layer).lengths.fill_(columns)
+        if not self.follows_positions:
+            self.graph_module.get_buffer(_COUNTER).fill_(columns)
         self.columns = columns
 
 
@@ -119,7 +122,7 @@ def attach_cache(
     for match in report.matches:
         report.erased += clean_up(gm, owned_writes(match))
     if not binder.follows_positions:
-        shift_positions(gm, columns, _past_node(gm, binder.layers[0]))
+        shift_positions(gm, columns, _count_columns(gm, source))
     _drop_unread(gm)
     gm.recompile()
     cached = CachedModule(gm, report, binder, source)
@@ -185,11 +188,19 @@ def _drop_unread(gm: fx.GraphModule) -> None:
             delattr(gm.get_submodule(owner), leaf)
 
 
-def _past_node(gm: fx.GraphModule, layer: int) -> fx.Node:
-    """Columns before the call, read before any layer moves on."""
-    (lengths,) = gm.graph.find_nodes(op="get_attr", target=f"kitty_{layer}_lengths")
-    insert = Inserter(lengths.next)
-    return insert(torch.ops.aten.to.dtype, insert(torch.ops.aten.select.int, lengths, 0, 0), torch.int64)
+def _count_columns(gm: fx.GraphModule, source: tuple[int, int]) -> fx.Node:
+    """A counter of columns, read as it stands before the call and moved on at the end of it.
+
+    The layers' lengths say the same, but inductor may repeat a read of them behind the operator that writes to them.
+    """
+    index, dim = source
+    given = gm.graph.find_nodes(op="placeholder")[index]
+    gm.register_buffer(_COUNTER, torch.zeros(1, dtype=torch.int64, device=given.meta["val"].device), persistent=False)
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        counter = gm.graph.get_attr(_COUNTER)
+    insert = Inserter(gm.graph.output_node())
+    insert(torch.ops.aten.add_.Tensor, counter, insert(torch.ops.aten.sym_size.int, given, dim))
+    return counter
 
 
 def _check(module: nn.Module, cached: CachedModule, inputs: tuple[Any, ...]) -> None:

@@ -41,6 +41,8 @@ def classify_mask(match: AttentionMatch, order: dict[fx.Node, int]) -> MaskKind 
     try:
         kind = _Classifier(match, order).classify() if match.masks else _without_mask(match, order)
         return _with_kept(kind, match)
+    except NotCausalError as failure:
+        return MaskRefusal(f"the mask is neither causal nor sliding: {failure}")
     except NoMatchError as failure:
         return MaskRefusal(str(failure))
 
@@ -95,6 +97,14 @@ class _Classifier:
 
     def classify(self) -> MaskKind:
         self._take(may_shrink=True)
+        try:
+            return self._classify()
+        except NotCausalError as failure:
+            if (size := self._chunk_size()) is not None:
+                raise NotCausalError(f"columns see their own chunk of {size} alone (chunked attention)") from failure
+            raise
+
+    def _classify(self) -> MaskKind:
         self.probe.moves_queries, self.probe.moves_keys = self._moves(queries=True), self._moves(keys=True)
         if not self.probe.moves_keys:
             # Nothing can be probed beyond the columns that are there.
@@ -214,6 +224,16 @@ class _Classifier:
             for constant, place in itertools.product(self.constants, (first, middle, last)):
                 yield moved_by(constant - place)
 
+    def _chunk_size(self) -> int | None:
+        """The size of chunks that explain every move, if there is one."""
+        self.probe.moves_queries = self.probe.moves_keys = True
+        for size in reversed(self.constants):
+            places = (self.frame.first_key, (self.frame.first_key + self._last + 1) // 2, self._last)
+            seen = [self.probe.run(self.frame, self.roles, moved_by(size - place)) for place in places]
+            if all(_is_chunked(one, size) for one in seen):
+                return size
+        return None
+
     def _probe_sizes(self) -> None:
         """Other sizes where the graph has symbols for them, past every constant if columns cannot be moved there."""
         frame, grown = self.frame, []
@@ -280,6 +300,13 @@ class _Classifier:
             except NoMatchError:
                 continue  # The symbol counts columns, so that the others would have to change with it.
             self.evidence.add(seen)
+
+
+def _is_chunked(seen: Seen, size: int) -> bool:
+    same = torch.div(seen.queries, size, rounding_mode="floor").unsqueeze(1) == torch.div(
+        seen.keys, size, rounding_mode="floor"
+    )
+    return torch.equal(seen.visible.all(dim=(0, 1)), same & (seen.distances() >= 0))
 
 
 def _hides_by_distance(tensor: torch.Tensor, probed: int) -> bool:

@@ -52,11 +52,10 @@ def clean_up(gm: fx.GraphModule, replaced: Iterable[fx.Node]) -> int:
 
 
 def _erase_checks(node: fx.Node) -> None:
-    """Assertions about a tensor that is not made any more."""
-    if any(op_name(user) not in _CHECKS_ONLY for user in node.users):
-        return
-    for user in list(node.users):
-        node.graph.erase_node(user)
+    """Assertions about a tensor that is not made any more, and results that nobody ever read."""
+    if all(op_name(user) in _CHECKS_ONLY or (not user.users and not user.is_impure()) for user in node.users):
+        for user in list(node.users):
+            node.graph.erase_node(user)
 
 
 def _may_go(node: fx.Node, order: dict[fx.Node, int]) -> bool:

@@ -103,6 +103,11 @@ class Subgraph:
             _collect_integers((node.args, node.kwargs), found)
         return found
 
+    def floats(self) -> list[fx.Node]:
+        """Numbers from outside that are read as they are in the traced call."""
+        operands = (operand for node in self.nodes for operand in node.all_input_nodes)
+        return [operand for operand in operands if isinstance(value_of(operand), torch.SymFloat)]
+
     def operands(self) -> set[int]:
         """The integers among them that columns are compared with or moved by, no sizes and no fill values."""
         found: set[int] = set()

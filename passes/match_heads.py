@@ -59,14 +59,14 @@ class KeyHeads:
 
 
 def match_keys(operand: fx.Node, is_transposed: bool, order: Order) -> KeyHeads:
-    """The keys or values behind ``operand``, as far upstream as they keep their four dimensions.
+    """The keys or values behind ``operand``: what a cache holds, or else as far upstream as heads are not repeated.
 
     Raises:
         NoMatchError: with what stands in the way.
     """
     chain, factors = _upstream(operand, order)
-    found: KeyHeads | None = None
     reason = f"{operand} is not laid out as [batch, heads, columns, head_dim]"
+    found: list[KeyHeads] = []
     for index in reversed(range(len(chain))):
         for columns_dim, names in ((2, "bhnd"), (1, "bnhd")):
             try:
@@ -76,14 +76,13 @@ def match_keys(operand: fx.Node, is_transposed: bool, order: Order) -> KeyHeads:
             except NoMatchError as failure:
                 reason = str(failure) if columns_dim == 2 else reason
                 continue
-            # Columns before heads only count where a cache keeps them so, or where nothing else is found.
-            is_cache = index == len(chain) - 1 and (is_update(chain[index]) or is_graph_input(chain[index]))
-            if columns_dim == 2 or is_cache:
+            if index == len(chain) - 1 and (is_update(chain[index]) or is_graph_input(chain[index])):
                 return heads
-            found = found or heads
-    if found is None:
+            found.append(heads)
+    if not found:
         raise NoMatchError(reason)
-    return found
+    # Columns before heads only count where nothing else is found, as a scale does that the call's own keys could carry.
+    return min(found, key=lambda heads: (heads.columns_dim == 1, heads.num_kv_heads, heads.factor != 1))
 
 
 def _upstream(operand: fx.Node, order: Order) -> tuple[list[fx.Node], list[float]]:
@@ -178,6 +177,7 @@ def match_queries(operands: Operands, key: KeyHeads, value: KeyHeads, own_column
     """
     *leading, rows, head_dim = shape(operands.query)
     key_leading = shape(operands.key)[:-2]
+    is_broadcast = not operands.repeats_heads and tuple(leading) != key_leading
     if head_dim != key.head_dim:
         raise NoMatchError(f"queries have head_dim {head_dim}, keys {key.head_dim}")
     if (key.batch, key.num_kv_heads, key.repeats, key.num_columns) != (
@@ -185,7 +185,7 @@ def match_queries(operands: Operands, key: KeyHeads, value: KeyHeads, own_column
         value.num_kv_heads,
         value.repeats,
         value.num_columns,
-    ) or key_leading != shape(operands.value)[:-2]:
+    ) or (is_broadcast and key_leading != shape(operands.value)[:-2]):
         raise NoMatchError("keys and values differ in rows, heads or columns")
     if value.factor != 1:
         raise NoMatchError("values are scaled after they are cached")
@@ -199,7 +199,6 @@ def match_queries(operands: Operands, key: KeyHeads, value: KeyHeads, own_column
     num_heads = lanes // key.batch * (rows // num_columns)
     if num_heads % key.num_kv_heads:
         raise NoMatchError(f"{num_heads} query heads do not share {key.num_kv_heads} KV heads evenly")
-    is_broadcast = not operands.repeats_heads and tuple(leading) != key_leading
     if num_columns > 1 and (not is_plain or is_broadcast):
         _check_packing(operands.query, (key.batch, num_heads, num_columns, head_dim), key.num_kv_heads, order)
     return QueryHeads(num_heads, num_columns)

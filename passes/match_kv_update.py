@@ -103,6 +103,8 @@ def _match_side(full: fx.Node, columns_dim: int, consumer: fx.Node, order: dict[
     writes = [node for node in writers(buffer, order, before=consumer) if op_name(node)]
     if not writes:
         raise NoMatchError("keys and values are graph inputs that this call adds nothing to (cross attention?)")
+    if len(writes) > 1 and not is_graph_input(buffer):
+        raise NoMatchError(f"{buffer} is put together from parts that are cached apart (latent attention?)")
     if len(writes) > 1:
         raise NoMatchError(f"the cache is written {len(writes)} times before it is read")
     return _match_in_place(buffer, writes[0], columns_dim)

@@ -193,8 +193,9 @@ def _read_product(node: fx.Node, above: _Above, order: Order) -> Scores:
     is_transposed = True
     if name == "einsum":
         first, second = arguments(node)["tensors"]
-        _check_equation(arguments(node)["equation"], ("q", "d"), ("k", "d"), ("q", "k"))
-        is_transposed = False
+        equation = arguments(node)["equation"]
+        is_transposed = equation.partition("->")[0].strip()[-1] == equation.strip()[-1]
+        _check_equation(equation, ("q", "d"), ("d", "k") if is_transposed else ("k", "d"), ("q", "k"))
     elif name == "baddbmm":
         named = arguments(node)
         first, second = named["batch1"], named["batch2"]

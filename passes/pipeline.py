@@ -15,12 +15,14 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import fx
 
 from kitty_compile.passes.classify_mask import classify_mask
+from kitty_compile.passes.evaluate import Subgraph
 from kitty_compile.passes.find_unclaimed import find_unclaimed
 from kitty_compile.passes.match_attention import match_attention
-from kitty_compile.passes.nodes import order_of
+from kitty_compile.passes.nodes import order_of, value_of
 from kitty_compile.passes.normalize import normalize
 from kitty_compile.passes.records import (
     AttentionMatch,
@@ -157,6 +159,25 @@ def run(passes: Sequence[Pass], work: Work) -> None:
     logger.info("attentions: %s", work.report.counts)
     for failure in work.report.failures:
         logger.info("%s at %s is refused: %s", failure.node, failure.module_path or "the top", failure.reason)
+
+
+def guard_numbers(report: Report) -> int:
+    """Have Dynamo compile anew when a number changes that a match took for fixed (with ``dynamic=True`` even a scale is one).
+
+    To be called by a backend for what it rewrites, while Dynamo waits for it. Returns how many numbers are guarded.
+    """
+    guarded = 0
+    for match in report.matches:
+        nodes = [*match.numbers]
+        if match.masks:
+            masks = [term.node for term in match.masks]
+            nodes += Subgraph(masks, order_of(match.node.graph), reader=match.node).floats()
+        for node in nodes:
+            value = value_of(node)
+            # Reading the value of a symbol as a Python number makes it a guard.
+            float(value) if isinstance(value, torch.SymFloat) else int(value)
+        guarded += len(nodes)
+    return guarded
 
 
 def _dump(gm: fx.GraphModule, label: str) -> None:

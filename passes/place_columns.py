@@ -188,5 +188,5 @@ def _most_telling(failures: Sequence[NoMatchError]) -> NoMatchError:
             return failure
     for failure in failures:
         if isinstance(failure, NotCausalError):
-            return NotCausalError(f"the mask is neither causal nor sliding: {failure}")
+            return failure
     return failures[0] if failures else NoMatchError("the mask is made from nothing that is known")

@@ -127,6 +127,11 @@ def einsum(layer, q, k, v):
     return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), repeat_kv(v, 2))
 
 
+def einsum_of_transposed_keys(layer, q, k, v):
+    scores = torch.einsum("bntc,bncs->bnts", q, repeat_kv(k, 2).mT) * 0.25 + additive(q)
+    return torch.einsum("bnts,bnsc->bntc", scores.softmax(-1), repeat_kv(v, 2))
+
+
 def repeat_interleave(layer, q, k, v):
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
     return (q @ k.mT * 0.25 + additive(q)).softmax(-1) @ v
@@ -181,6 +186,7 @@ IDIOMS = [
     folded,
     folded_baddbmm,
     einsum,
+    einsum_of_transposed_keys,
     repeat_interleave,
     grouped,
     packed,
@@ -502,3 +508,17 @@ def test_a_kitty_attention_is_fused_already():
     (fused,) = match_attention(graph.gm)
     assert isinstance(fused, FusedAttention)
     assert fused.layer == 5
+
+
+def test_folded_keys_beside_values_by_head():
+    # GPT-NeoX Japanese: the first product is of [batch * heads], the second of [batch, heads].
+    def attend(layer, q, k, v):
+        b, h, t, d = q.shape
+        key = repeat_kv(k, 2).reshape(b * h, t, d)
+        scores = torch.baddbmm(torch.zeros(b * h, t, t), q.reshape(b * h, t, d), key.mT, beta=1.0, alpha=0.25)
+        return (scores.view(b, h, t, t) + additive(q)).softmax(-1) @ repeat_kv(v, 2)
+
+    graph = capture("dynamo", Stack(attend), hidden())
+    (match,) = match_attention(graph.gm)
+    assert isinstance(match, AttentionMatch), match
+    torch.testing.assert_close(*replay(graph, match), rtol=1e-4, atol=1e-5)

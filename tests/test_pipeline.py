@@ -52,8 +52,10 @@ def reports_of_generation(family, implementation, dynamic, padded=True):
     return reports
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-@pytest.mark.parametrize(("family", "implementation"), CASES)
+@pytest.mark.parametrize(
+    ("family", "implementation", "dynamic"),
+    [(*case, None) for case in CASES] + [("gpt-oss", "eager", True), ("mistral-windowed", "sdpa", True)],
+)
 def test_every_layer_of_a_real_model(family, implementation, dynamic):
     prefill, *decodes = reports_of_generation(family, implementation, dynamic)
     sliding = SLIDING.get(family, ())
@@ -169,6 +171,36 @@ def test_analysis_changes_nothing():
 def test_mask_of_a_match():
     _, report = analyzed(sdpa_causal)
     assert report.mask_of(report.matches[0]) == MaskKind("causal")
+
+
+def test_a_scale_that_changes_is_compiled_anew():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scaling, self.fill, self.proj = 0.3, -1e9, torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            q = self.proj(x).view(2, -1, 1, 16).transpose(1, 2)
+            scores = (q.sin() @ q.cos().mT) * self.scaling
+            hidden = torch.ones(q.shape[2], q.shape[2]).tril() == 0
+            return scores.masked_fill(hidden, self.fill).softmax(-1) @ q.tan()
+
+    torch._dynamo.reset()
+    scales = []
+
+    def record(gm, example_inputs):
+        _, report = analyze(gm, example_inputs)
+        assert pipeline.guard_numbers(report) >= 1
+        scales.extend(match.scale for match in report.matches)
+        return gm.forward
+
+    model = Scaled()
+    compiled = torch.compile(model, backend=record, dynamic=True)
+    with torch.no_grad():
+        for scaling in (0.3, 0.7, 0.7):
+            model.scaling = scaling
+            compiled(torch.randn(2, 7, 16))
+    assert scales == [0.3, 0.7]
 
 
 # ---- log, dumps, identity
