@@ -25,19 +25,7 @@ STEPS = 64  # room for the tokens that the timed steps append
 
 
 def parameters_of(config: KittyConfig) -> ops.OpParameters:
-    return ops.OpParameters(
-        config.key_bits,
-        config.value_bits,
-        config.num_boosted(HEAD_DIM),
-        config.sink_length,
-        config.value_window,
-        config.rollback_window,
-        -1,
-        0,
-        HEAD_DIM,
-        HEAD_DIM,
-        KV_HEADS,
-    )
+    return config.parameters(0, HEAD_DIM, HEAD_DIM, KV_HEADS)
 
 
 def filled_layer(batch: int, length: int, config: KittyConfig) -> LayerTensors:

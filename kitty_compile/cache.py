@@ -12,7 +12,6 @@ import torch
 from kitty_compile.checks import check_key_and_value, check_query
 from kitty_compile.columns import Call, ColumnMap
 from kitty_compile.config import KittyConfig
-from kitty_compile.kernels.layout import RawLayout
 from kitty_compile.layers import LayerPlan, PagedLayer, SlidingLayer, geometry
 from kitty_compile.pages import PageTable
 
@@ -59,10 +58,6 @@ class PagedCache:
     @property
     def _paged(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-
-    @property
-    def _raw(self) -> RawLayout:
-        return RawLayout(self.config.sink_length, self.config.value_window, self.config.rollback_window)
 
     # ---- one forward
 
@@ -197,7 +192,7 @@ class PagedCache:
         if self.batch_size not in (-1, batch) or (layer.is_initialized and layer.geometry != found):
             self._release()
         if self._table.table.shape[0] != batch and self._paged:
-            pages = self._raw.pages_for(self.max_length or call.num_columns)
+            pages = self.config.raw_layout.pages_for(self.max_length or call.num_columns)
             spare = 0 if self.max_length is not None else _MIN_GROWTH
             self._table.allocate(batch, pages + spare, key.device)
         if not layer.is_initialized:
@@ -208,7 +203,7 @@ class PagedCache:
 
     def _reserve(self, columns: int) -> None:
         """Grow the pools until every row has the pages that ``columns`` columns can come to need."""
-        need, have = self._raw.pages_for(columns), self._table.max_pages
+        need, have = self.config.raw_layout.pages_for(columns), self._table.max_pages
         if need <= have or not self._table.table.shape[0]:
             return
         self._table.grow(max(need, have * 5 // 4, have + _MIN_GROWTH))
@@ -280,12 +275,13 @@ class PagedCache:
         if not any(layer.is_initialized for layer in self.layers):
             return
         self.epoch += index.numel() != self.batch_size
+        index = index.to(self.device)
         for layer in self.layers:
             if layer.is_initialized:
-                layer.select(index.to(self.device))
-        self._map.select(index.to(self.device))
+                layer.select(index)
+        self._map.select(index)
         if self._paged:
-            self._table.select(index.to(self.device))
+            self._table.select(index)
             if any(layer.is_initialized and self._table.num_pages > layer.num_pages for layer in self._paged):
                 self._grow_layers()
             self._deal()
@@ -337,7 +333,7 @@ class PagedCache:
         layers = [layer for layer in self._paged if layer.is_initialized]
         if layers and self._table.max_pages:
             longest = torch.stack([layer.lengths for layer in layers]).amax(dim=0)
-            self._table.deal(self._raw.key_pages(longest))
+            self._table.deal(self.config.raw_layout.key_pages(longest))
 
     # ---- what it holds
 
@@ -365,7 +361,7 @@ class PagedCache:
     def pages_in_use(self) -> int:
         """Distinct sealed pages, each counted once however many rows and layers share its id. Asks the device."""
         layer = next((layer for layer in self._paged if layer.is_initialized), None)
-        return 0 if layer is None else self._table.pages_in_use(self._raw.key_pages(layer.lengths))
+        return 0 if layer is None else self._table.pages_in_use(self.config.raw_layout.key_pages(layer.lengths))
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any, Literal
 
-from kitty_compile.kernels.layout import BITS, PAGE_SIZE
+from kitty_compile.kernels.layout import BITS, PAGE_SIZE, RawLayout
+from kitty_compile.kernels.ops import OpParameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,27 @@ class KittyConfig:
     def num_boosted(self, head_dim: int) -> int:
         """Channels per head with 4 bits: floor(alpha D + .5)."""
         return int(self.boost_fraction * head_dim + 0.5)
+
+    @property
+    def raw_layout(self) -> RawLayout:
+        return RawLayout(self.sink_length, self.value_window, self.rollback_window)
+
+    def parameters(self, layer: int, key_dim: int, value_dim: int, num_kv_heads: int) -> OpParameters:
+        """What the operators are told of a paged layer: its pages, and where its raw tokens lie."""
+        key_bits, value_bits = (16, 16) if layer in self.skip_layers else (self.key_bits, self.value_bits)
+        return OpParameters(
+            key_bits,
+            value_bits,
+            self.num_boosted(key_dim) if key_bits == 2 else 0,
+            self.sink_length,
+            self.value_window,
+            self.rollback_window,
+            self.seed if self.selection == "random" else -1,
+            layer,
+            key_dim,
+            value_dim,
+            num_kv_heads,
+        )
 
 
 # KIVI keeps no sink; its starred variants in the paper (tables 2 and 3) do. Both keep 128 recent values raw.

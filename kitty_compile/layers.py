@@ -11,7 +11,7 @@ import torch
 from kitty_compile.columns import Call
 from kitty_compile.config import KittyConfig
 from kitty_compile.kernels import attend_window, ops
-from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout, RawLayout
+from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout
 from kitty_compile.pages import PageTable
 
 
@@ -46,20 +46,63 @@ class LayerPlan:
             raise ValueError(f"window must be at least 1, got {self.window}")
 
 
-class PagedLayer:
+class _Layer:
+    """What both kinds are: an index, columns that the host counts, tensors with ``raw_key``, ``raw_value`` [B, Hkv, n, D]."""
+
+    def __init__(self, index: int, config: KittyConfig) -> None:
+        self.index, self.config = index, config
+        self.columns = 0
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self._tensors)
+
+    @property
+    def batch_size(self) -> int:
+        return self._tensors["raw_key"].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensors["raw_key"].device
+
+    @property
+    def geometry(self) -> Geometry:
+        return geometry(self._tensors["raw_key"], self._tensors["raw_value"])
+
+    @property
+    def elements_per_token(self) -> int:
+        """K and V elements of one token in this layer."""
+        if not self.is_initialized:
+            return 0
+        found = self.geometry
+        return found.num_kv_heads * (found.key_dim + found.value_dim)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def release(self) -> None:
+        """Drop all tensors; the next call allocates anew."""
+        self.columns, self._tensors = 0, {}
+
+    def _select(self, names: tuple[str, ...], index: torch.Tensor) -> None:
+        """Rows by index, at the same addresses when the batch keeps its size."""
+        for name in names:
+            tensor = self._tensors[name]
+            selected = tensor.index_select(0, index)
+            self._tensors[name] = tensor.copy_(selected) if selected.shape == tensor.shape else selected
+
+
+class PagedLayer(_Layer):
     """One full-attention layer. ``lengths`` are advanced by the layer's own operator."""
 
     is_sliding = False
 
     def __init__(self, index: int, config: KittyConfig, table: PageTable) -> None:
-        self.index, self.config, self.table = index, config, table
-        self.columns = 0
+        super().__init__(index, config)
+        self.table = table
         self.parameters: ops.OpParameters | None = None
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.parameters is not None
 
     @property
     def state(self) -> LayerTensors:
@@ -75,55 +118,16 @@ class PagedLayer:
         return self._tensors["key_pages"].shape[0]
 
     @property
-    def batch_size(self) -> int:
-        return self.lengths.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.lengths.device
-
-    @property
-    def geometry(self) -> Geometry:
-        return geometry(self._tensors["raw_key"], self._tensors["raw_value"])
-
-    @property
-    def elements_per_token(self) -> int:
-        """K and V elements of one token in this layer."""
-        p = self.parameters
-        return 0 if p is None else p.num_kv_heads * (p.key_dim + p.value_dim)
-
-    @property
     def page_layout(self) -> PageLayout:
         assert self.parameters is not None
         return self.parameters.page_layout(self._tensors["raw_key"].dtype)
 
-    @property
-    def raw_layout(self) -> RawLayout:
-        return RawLayout(self.config.sink_length, self.config.value_window, self.config.rollback_window)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
     @torch.inference_mode(False)
     def initialize(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocate for K and V of these batch sizes, heads, dims, dtype and device. Pages are left as they come."""
-        is_kept = self.index in self.config.skip_layers
-        bits = (16, 16) if is_kept else (self.config.key_bits, self.config.value_bits)
         batch, heads, _, key_dim = key.shape
-        parameters = ops.OpParameters(
-            *bits,
-            self.config.num_boosted(key_dim) if bits[0] == 2 else 0,
-            self.config.sink_length,
-            self.config.value_window,
-            self.config.rollback_window,
-            self.config.seed if self.config.selection == "random" else -1,
-            self.index,
-            key_dim,
-            value.shape[3],
-            heads,
-        )
-        layout, raw = parameters.page_layout(key.dtype), self.raw_layout
+        parameters = self.config.parameters(self.index, key_dim, value.shape[3], heads)
+        layout, raw = parameters.page_layout(key.dtype), self.config.raw_layout
         pages = self.table.num_pages
         self._tensors = {
             "key_pages": torch.empty(pages, layout.key_page_bytes, dtype=torch.uint8, device=key.device),
@@ -187,7 +191,7 @@ class PagedLayer:
     def _read(self, tokens: torch.Tensor, is_key: bool, packed: torch.Tensor | None = None) -> torch.Tensor:
         """K or V of ``tokens`` i64 [B, n], from pages where ``packed`` (default: the read rule) and raw elsewhere."""
         assert self.parameters is not None
-        state, raw = self.state, self.raw_layout
+        state, raw = self.state, self.config.raw_layout
         lengths = state.lengths.long()
         held, pool, ring, sealed = (
             (state.raw_key, state.key_pages, raw.key_ring, raw.key_pages(lengths))
@@ -210,7 +214,7 @@ class PagedLayer:
         This happens to rows that go back by more than the rollback window since ``high_water``; what it restores carries
         the pages' quantisation error. Rows within the window keep their rings as they are.
         """
-        state, raw = self.state, self.raw_layout
+        state, raw = self.state, self.config.raw_layout
         high_water = state.high_water.long()
         deep = lengths < high_water - raw.rollback_window
         sealed_pages = raw.key_pages(state.lengths.long()), raw.value_pages(state.lengths.long())
@@ -235,8 +239,7 @@ class PagedLayer:
     @torch.inference_mode(False)
     def select(self, index: torch.Tensor) -> None:
         """Take rows by index; the page table moves on its own."""
-        for name in ("raw_key", "raw_value", "lengths", "high_water"):
-            self._tensors[name] = _select_rows(self._tensors[name], index)
+        self._select(("raw_key", "raw_value", "lengths", "high_water"), index)
 
     @torch.inference_mode(False)
     def grow(self, num_pages: int) -> None:
@@ -258,55 +261,25 @@ class PagedLayer:
             self._tensors["high_water"].zero_()
 
     def release(self) -> None:
-        """Drop all tensors; the next call allocates anew."""
-        self.columns, self.parameters, self._tensors = 0, None, {}
+        super().release()
+        self.parameters = None
 
 
-class SlidingLayer:
+class SlidingLayer(_Layer):
     """One sliding-window layer, kept raw: a ring of ``window + rollback_window`` columns."""
 
     is_sliding = True
 
     def __init__(self, index: int, config: KittyConfig, window: int) -> None:
-        self.index, self.window, self.config = index, window, config
-        self.ring = window + config.rollback_window
-        self.columns = 0
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    @property
-    def is_initialized(self) -> bool:
-        return bool(self._tensors)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    @property
-    def batch_size(self) -> int:
-        return self._tensors["key"].shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self._tensors["key"].device
-
-    @property
-    def geometry(self) -> Geometry:
-        return geometry(self._tensors["key"], self._tensors["value"])
-
-    @property
-    def elements_per_token(self) -> int:
-        """K and V elements of one token in this layer."""
-        if not self._tensors:
-            return 0
-        found = self.geometry
-        return found.num_kv_heads * (found.key_dim + found.value_dim)
+        super().__init__(index, config)
+        self.window, self.ring = window, window + config.rollback_window
 
     @torch.inference_mode(False)
     def initialize(self, key: torch.Tensor, value: torch.Tensor) -> None:
         batch, heads = key.shape[:2]
         self._tensors = {
-            "key": key.new_zeros(batch, heads, self.ring, key.shape[3]),
-            "value": value.new_zeros(batch, heads, self.ring, value.shape[3]),
+            "raw_key": key.new_zeros(batch, heads, self.ring, key.shape[3]),
+            "raw_value": value.new_zeros(batch, heads, self.ring, value.shape[3]),
             "real": torch.zeros(batch, self.ring, dtype=torch.bool, device=key.device),
             "position": torch.zeros(1, dtype=torch.int64, device=key.device),
         }
@@ -341,8 +314,8 @@ class SlidingLayer:
         """K and V of the newest ``window - 1`` columns before the call and of its own."""
         past = min(call.start, self.window - 1)
         slots = torch.arange(call.start - past, call.start, device=key.device) % self.ring
-        keys = torch.cat([self._tensors["key"].index_select(2, slots), key], dim=2)
-        values = torch.cat([self._tensors["value"].index_select(2, slots), value], dim=2)
+        keys = torch.cat([self._tensors["raw_key"].index_select(2, slots), key], dim=2)
+        values = torch.cat([self._tensors["raw_value"].index_select(2, slots), value], dim=2)
         self._append(key, value, call)
         return keys, values
 
@@ -356,8 +329,7 @@ class SlidingLayer:
 
     @torch.inference_mode(False)
     def select(self, index: torch.Tensor) -> None:
-        for name in ("key", "value", "real"):
-            self._tensors[name] = _select_rows(self._tensors[name], index)
+        self._select(("raw_key", "raw_value", "real"), index)
 
     def free(self, rows: torch.Tensor) -> None:
         self._tensors["real"][rows] = False
@@ -366,12 +338,3 @@ class SlidingLayer:
         self.columns = 0
         if self.is_initialized:
             self._tensors["position"].zero_()
-
-    def release(self) -> None:
-        self.columns, self._tensors = 0, {}
-
-
-def _select_rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows by index, at the same address when the batch keeps its size."""
-    selected = tensor.index_select(0, index)
-    return tensor.copy_(selected) if selected.shape == tensor.shape else selected

@@ -65,6 +65,14 @@ def build_random_model(name: str) -> PreTrainedModel:
     return model.eval()  # type: ignore[no-any-return]
 
 
+def packaged_gguf(package: str) -> pathlib.Path:
+    """The .gguf file inside an installed package, which is not imported: what it depends on need not be there."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"the package {package.replace('_', '-')} must be installed: run `make demo`")
+    return next(pathlib.Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
 def quiet_transformers() -> None:
     """Only errors: a command's output is its own."""
     huggingface_hub.utils.logging.set_verbosity_error()

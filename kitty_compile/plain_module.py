@@ -163,19 +163,7 @@ def _column_dims(leaf: Any, count: int) -> tuple[int, ...]:
 
 
 def _parameters(match: AttentionMatch, config: KittyConfig) -> OpParameters:
-    bits = (16, 16) if match.layer in config.skip_layers else (config.key_bits, config.value_bits)
-    return OpParameters(
-        *bits,
-        config.num_boosted(match.key_dim) if bits[0] == 2 else 0,
-        config.sink_length,
-        config.value_window,
-        config.rollback_window,
-        config.seed if config.selection == "random" else -1,
-        match.layer,
-        match.key_dim,
-        match.value_dim,
-        match.num_kv_heads,
-    )
+    return config.parameters(match.layer, match.key_dim, match.value_dim, match.num_kv_heads)
 
 
 def _drop_unread(gm: fx.GraphModule) -> None:

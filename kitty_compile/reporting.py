@@ -139,9 +139,7 @@ def _kept_reason(layer: LayerSupport, config: KittyConfig) -> str | None:
 
 
 def _layout(layer: LayerSupport, config: KittyConfig, dtype: torch.dtype) -> PageLayout:
-    key_bits, value_bits = (16, 16) if layer.index in config.skip_layers else (config.key_bits, config.value_bits)
-    boosted = config.num_boosted(layer.key_dim) if key_bits == 2 else 0
-    return PageLayout(layer.key_dim, layer.value_dim, layer.num_kv_heads, key_bits, value_bits, boosted, dtype)
+    return config.parameters(layer.index, layer.key_dim, layer.value_dim, layer.num_kv_heads).page_layout(dtype)
 
 
 def _cells(layer: LayerReport) -> tuple[str, ...]:

