@@ -4,7 +4,8 @@ from torch import nn
 from kitty_compile.explain import Explanation, explain
 from kitty_compile.testing import random_ids, tiny_model
 from tests.graph_cases import Stack, hidden, past_of
-from tests.test_match_attention import sdpa_causal, sinks, softcap, tiled_heads
+from tests.test_match_attention import sdpa_causal, sinks, softcap
+from tests.test_match_attention_refusals import tiled_heads
 from tests.test_match_kv_update import cat
 
 

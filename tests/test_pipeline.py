@@ -11,8 +11,10 @@ from kitty_compile.passes.pipeline import analyze, pass_uuid
 from kitty_compile.passes.records import MaskKind
 from kitty_compile.testing import WINDOW, random_ids, tiny_model
 from tests.graph_cases import Stack, capture, hidden, past_of
-from tests.test_classify_mask import alibi, reading
-from tests.test_match_attention import eager_mul, sdpa_causal, tiled_heads
+from tests.mask_cases import reading
+from tests.test_classify_mask_refusals import alibi
+from tests.test_match_attention import eager_mul, sdpa_causal
+from tests.test_match_attention_refusals import tiled_heads
 from tests.test_match_kv_update import cat
 
 PROMPT = 50
