@@ -12,6 +12,7 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
 
 from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout, RawLayout
 
@@ -127,10 +128,10 @@ def _dequantize(
     return dense
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("attend", _attend, _device)
-    _library.impl("update", _update, _device)
-    _library.impl("dequantize", _dequantize, _device)
+# Within a compiled call Dynamo would look into them.
+for _name, _function in (("attend", _attend), ("update", _update), ("dequantize", _dequantize)):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _disable_dynamo(_function), _device)
 
 
 @torch.library.register_fake("kitty::attend", lib=_library)

@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING
 from kitty_compile.config import KittyConfig
 
 if TYPE_CHECKING:
-    from kitty_compile.api import apply, remove, report
+    from kitty_compile.api import apply, remove
+    from kitty_compile.explaining import explain
     from kitty_compile.huggingface.cache import KittyCache
+    from kitty_compile.reporting import report
 
 __version__ = "0.1.0"
-__all__ = ["KittyCache", "KittyConfig", "__version__", "apply", "remove", "report"]
+__all__ = ["KittyCache", "KittyConfig", "__version__", "apply", "explain", "remove", "report"]
 
 _HOMES = {
     "KittyCache": "kitty_compile.huggingface.cache",
     "apply": "kitty_compile.api",
+    "explain": "kitty_compile.explaining",
     "remove": "kitty_compile.api",
-    "report": "kitty_compile.api",
+    "report": "kitty_compile.reporting",
 }
 
 

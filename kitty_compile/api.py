@@ -1,117 +1,111 @@
-"""``apply``, ``remove`` and ``report``: the KV cache of a transformers model becomes a KittyCache, and back."""
+"""``apply`` and ``remove``: the KV cache of a model becomes a KittyCache, and back.
 
-import functools
-import inspect
-import logging
-from typing import Any, TypeVar
+transformers is imported for its own models alone.
+"""
 
-import torch
-from transformers import PreTrainedModel
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar, overload
+
+from torch import nn
 
 from kitty_compile.config import KittyConfig, resolve_config
-from kitty_compile.huggingface import attention, generation, hooks, support
-from kitty_compile.huggingface.decode_graph import DecodeGraph
-from kitty_compile.huggingface.hooks import ATTACHMENT
-from kitty_compile.layers import LayerPlan
-from kitty_compile.reporting import report
+from kitty_compile.plain_module import CachedModule, attach_cache
 
-__all__ = ["apply", "remove", "report"]
+__all__ = ["apply", "remove"]
 
-logger = logging.getLogger(__name__)
-
-Model = TypeVar("Model", bound=torch.nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
+_DEFAULT_MAX_LENGTH = 4096
 
 
-def apply(model: Model, config: KittyConfig | str | None = None, *, compile: str | bool = "auto") -> Model:  # noqa: A002
-    """Move a causal language model onto a KittyCache; ``generate()`` and ``forward()`` use it from now on.
+@overload
+def apply(
+    model: Model,
+    config: KittyConfig | str | None = None,
+    *,
+    compile: str | bool = "auto",
+    example_inputs: None = None,
+    max_length: None = None,
+) -> Model: ...
+
+
+@overload
+def apply(
+    model: nn.Module,
+    config: KittyConfig | str | None = None,
+    *,
+    compile: str | bool = "auto",
+    example_inputs: Sequence[Any],
+    max_length: int | None = None,
+) -> CachedModule: ...
+
+
+def apply(
+    model: nn.Module,
+    config: KittyConfig | str | None = None,
+    *,
+    compile: str | bool = "auto",  # noqa: A002
+    example_inputs: Sequence[Any] | None = None,
+    max_length: int | None = None,
+) -> nn.Module:
+    """Move a causal language model onto a KittyCache.
+
+    A transformers model is changed in place: its ``generate()`` and ``forward()`` use the cache from now on. Any other module
+    is captured, and comes back as a ``CachedModule``: called with the next columns of every row, it gives what the
+    module gives for them after all columns so far.
 
     Args:
-        model: a transformers causal language model; changed in place.
+        model: a transformers causal language model, or any module in eval mode.
         config: a ``KittyConfig``, a preset's name, or None for "kitty".
-        compile: "auto" runs decode steps on a CUDA device as one CUDA graph, False never does.
+        compile: "auto" runs decode steps of a transformers model on a CUDA device as one CUDA graph, False never does.
+        example_inputs: for modules that are not from transformers: positional arguments of a forward over at least
+            three columns, say token ids [batch, columns]. The batch stays as it is here, the columns may be any number later.
+        max_length: beside ``example_inputs``: columns that a row can come to hold, 4096 unless told.
 
     Returns:
-        The same model.
+        The same model, or a ``CachedModule`` that shares the module's weights.
 
     Raises:
         TypeError, ValueError: the model or an argument cannot be served, with the reason.
     """
     if compile is not False and compile != "auto":
         raise ValueError(f'compile must be "auto" or False, got {compile!r}')
-    resolved = resolve_config(config)
-    checked = _checked(model)
-    plans = tuple(support.layer_plans(checked.config))
-    unknown = [layer for layer in resolved.skip_layers if layer >= len(plans)]
-    if unknown:
-        raise ValueError(f"skip_layers must name layers of the model (0 to {len(plans) - 1}), got {unknown}")
-    _attach(checked, resolved, plans, graphed=compile == "auto")
-    _log(checked)
-    return model
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if _is_pretrained(model):
+        from kitty_compile import pretrained
+
+        _check_no_capture(model, example_inputs, max_length)
+        pretrained.attach(model, config, graphed=compile == "auto")  # type: ignore[arg-type]
+        return model
+    if example_inputs is None:
+        raise TypeError(
+            "model must be a transformers PreTrainedModel, or come with example_inputs (the positional arguments of a "
+            f"forward) to be captured, got {type(model).__name__} without"
+        )
+    return attach_cache(model, example_inputs, resolve_config(config), max_length=max_length or _DEFAULT_MAX_LENGTH)
 
 
 def remove(model: Model) -> Model:
-    """Undo ``apply``; caches made meanwhile can no longer be used with the model's fused attention."""
-    if not isinstance(model, PreTrainedModel) or ATTACHMENT not in vars(model):
-        raise ValueError(f"model must have a KittyCache applied, got a {type(model).__name__} without")
-    attachment: hooks.Attachment = vars(model).pop(ATTACHMENT)
-    for handle in attachment.handles:
-        handle.remove()
-    for name in ("_prepare_cache_for_generation", *generation.CONTINUOUS_BATCHING_METHODS):
-        vars(model).pop(name, None)
-    graph = vars(model).get("forward")
-    if isinstance(graph, DecodeGraph):
-        del vars(model)["forward"]
-        if graph.previous is not None:
-            vars(model)["forward"] = graph.previous
-    if model.config._attn_implementation == attachment.implementation:
-        model.config._attn_implementation_internal = attachment.original
+    """Undo ``apply`` on a transformers model; caches made meanwhile can no longer be used with its fused attention."""
+    if isinstance(model, CachedModule):
+        raise TypeError("model must be a transformers model, got a CachedModule: what it was made from is unchanged")
+    from kitty_compile import pretrained
+
+    pretrained.detach(model)
     return model
 
 
-def _checked(model: torch.nn.Module) -> PreTrainedModel:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-    if ATTACHMENT in vars(model):
-        raise ValueError(
-            "model must not have a KittyCache applied yet, got one that has: call kitty_compile.remove first"
-        )
-    refusal = support.model_refusal(model)
-    if refusal is not None:
-        raise ValueError(f"model must be one that a KittyCache can serve, got {type(model).__name__}: {refusal}")
-    return model
+def _check_no_capture(model: nn.Module, example_inputs: object, max_length: object) -> None:
+    for name, value in (("example_inputs", example_inputs), ("max_length", max_length)):
+        if value is not None:
+            raise TypeError(
+                f"{name} must be left out for a transformers model, which is not captured, got one for a "
+                f"{type(model).__name__}: set generation_config.max_cache_len to bound its cache"
+            )
 
 
-def _attach(model: PreTrainedModel, config: KittyConfig, plans: tuple[LayerPlan, ...], *, graphed: bool) -> None:
-    decoder = model.get_decoder()
-    original = model.config._attn_implementation
-    attachment = hooks.Attachment(
-        config=config,
-        plans=plans,
-        original=original,
-        implementation=attention.register(original),
-        cache_argument=support.cache_argument(decoder),
-        parameters=tuple(inspect.signature(decoder.forward).parameters),
-    )
-    attachment.handles += [
-        decoder.register_forward_pre_hook(functools.partial(hooks.before_forward, attachment), with_kwargs=True),
-        decoder.register_forward_hook(functools.partial(hooks.after_forward, attachment), always_call=True),
-    ]
-    # A partial, not a method: copies and pickles of the model get one of their own.
-    overrides: dict[str, Any] = dict.fromkeys(
-        generation.CONTINUOUS_BATCHING_METHODS, generation.refuse_continuous_batching
-    )
-    overrides["_prepare_cache_for_generation"] = functools.partial(generation.prepare_cache, model)
-    if graphed:
-        overrides["forward"] = DecodeGraph(model, attachment)
-    vars(model).update(overrides)
-    # The internal name, as transformers' own set_attn_implementation does: the public one would also be saved.
-    model.config._attn_implementation_internal = attachment.implementation
-    vars(model)[ATTACHMENT] = attachment
-
-
-def _log(model: PreTrainedModel) -> None:
-    table = report(model)
-    if any(layer.status == "quantized" for layer in table.layers):
-        logger.info("%s", table.summary())
-    else:
-        logger.warning("no layer is quantized: %s", table.summary())
+def _is_pretrained(model: nn.Module) -> bool:
+    # Where transformers was not imported there is no model of it.
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)

@@ -343,6 +343,11 @@ class PagedCache:
         return next((layer.batch_size for layer in self.layers if layer.is_initialized), -1)
 
     @property
+    def columns(self) -> int:
+        """Columns that every layer has seen (pads included)."""
+        return min(layer.columns for layer in self.layers)
+
+    @property
     def device(self) -> torch.device:
         return next((layer.device for layer in self.layers if layer.is_initialized), torch.device("cpu"))
 

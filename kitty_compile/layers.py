@@ -104,6 +104,15 @@ class PagedLayer(_Layer):
         self.table = table
         self.parameters: ops.OpParameters | None = None
 
+    @classmethod
+    def over(cls, state: LayerTensors, config: KittyConfig, parameters: ops.OpParameters) -> "PagedLayer":
+        """The layer whose tensors are ``state``, which somebody else keeps."""
+        layer = cls(parameters.layer, config, PageTable())
+        layer._tensors = state._asdict()
+        layer.table.table = layer._tensors.pop("page_table")
+        layer.parameters = parameters
+        return layer
+
     @property
     def state(self) -> LayerTensors:
         return LayerTensors(**self._tensors, page_table=self.table.table)

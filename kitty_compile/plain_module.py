@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from kitty_compile.config import KittyConfig, resolve_config
 from kitty_compile.kernels.ops import OpParameters
+from kitty_compile.layers import PagedLayer
 from kitty_compile.passes.bind_buffers import BufferBinder, owned_writes, state_of
 from kitty_compile.passes.clean_up import clean_up
 from kitty_compile.passes.insert_nodes import Inserter
@@ -31,13 +32,15 @@ class CachedModule(nn.Module):
         report: what the passes found.
     """
 
-    def __init__(self, gm: fx.GraphModule, report: Report, binder: BufferBinder, source: tuple[int, int]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, report: Report, binder: BufferBinder, config: KittyConfig, source: tuple[int, int]
+    ) -> None:
         super().__init__()
         self.graph_module = gm
-        self.report, self.max_length = report, binder.max_length
+        self.report, self.max_length, self.config = report, binder.max_length, config
         self.layers, self.follows_positions = tuple(binder.layers), binder.follows_positions
-        self.rollback_window = binder.parameters_of(report.matches[0]).rollback_window
         self.columns = 0
+        self._numbers = {match.layer: binder.parameters_of(match) for match in report.matches}
         self._source = source
 
     def forward(self, *args: Any) -> Any:
@@ -63,10 +66,13 @@ class CachedModule(nn.Module):
             state_of(self.graph_module, layer).high_water.zero_()
 
     def crop(self, columns: int) -> None:
-        """Keep the first ``columns`` columns; at most ``rollback_window`` can go, counted from the most ever held.
+        """Keep the first ``columns`` columns.
+
+        Dropping up to ``rollback_window`` columns since the cache was longest loses nothing. Going back further restores the
+        raw edges from the pages, with their quantisation error.
 
         Raises:
-            ValueError: ``columns`` is more than is held, or too far back.
+            ValueError: ``columns`` is negative or more than is held.
         """
         if not 0 <= columns <= self.columns:
             raise ValueError(f"columns must be between 0 and the {self.columns} held, got {columns}")
@@ -74,11 +80,15 @@ class CachedModule(nn.Module):
             self.reset()
             return
         most = int(state_of(self.graph_module, self.layers[0]).high_water.max())
-        if columns < most - self.rollback_window:
-            raise ValueError(
-                f"columns must go back by at most rollback_window={self.rollback_window} from {most}, got {columns}"
-            )
+        if columns < most - self.config.rollback_window:
+            self._refill(columns)
         self._set_lengths(columns)
+
+    def _refill(self, columns: int) -> None:
+        for layer in self.layers:
+            state = state_of(self.graph_module, layer)
+            paged = PagedLayer.over(state, self.config, self._numbers[layer])
+            paged.refill(torch.full_like(state.lengths, columns, dtype=torch.int64))
 
     def _set_lengths(self, columns: int) -> None:
         for layer in self.layers:
@@ -125,7 +135,7 @@ def attach_cache(
         shift_positions(gm, columns, _count_columns(gm, source))
     _drop_unread(gm)
     gm.recompile()
-    cached = CachedModule(gm, report, binder, source)
+    cached = CachedModule(gm, report, binder, settings, source)
     if not binder.follows_positions:
         _check(module, cached, inputs)
     return cached

@@ -52,7 +52,7 @@ from kitty_compile.passes.trace_axes import is_inert_dropout, source_of
 
 _SOFTMAXES = frozenset({"softmax", "_softmax", "_safe_softmax", "special_softmax"})
 _WEIGHTS_PASS = frozenset(
-    {"to", "_to_copy", "type_as", "contiguous", "clone", "view", "reshape", "_unsafe_view", "dropout"}
+    {"to", "_to_copy", "type_as", "contiguous", "clone", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "dropout"}
 )
 # Operators that attend but hide how; models have a switch that avoids them.
 _OPAQUE = re.compile(
@@ -73,8 +73,10 @@ def match_attention(gm: fx.GraphModule) -> list[Match]:
 
 def _match_node(gm: fx.GraphModule, node: fx.Node, order: Order) -> Match | None:
     name = op_name(node)
-    if name == "kitty::attend":
-        return FusedAttention(node, int(arguments(node)["parameters"][7]), module_path(node))
+    if name in ("kitty::attend", "kitty::attention"):
+        given = arguments(node)
+        layer = given["layer"] if name == "kitty::attention" else given["parameters"][7]
+        return FusedAttention(node, int(layer), module_path(node))
     try:
         if name == "scaled_dot_product_attention":
             return _match_sdpa(node, order)
@@ -138,19 +140,22 @@ def _value_product(softmax: fx.Node) -> fx.Node | None:
     Raises:
         NoMatchError: there is one, but of weights that were changed on the way.
     """
-    queue: list[tuple[fx.Node, str]] = [(softmax, "")]
+    # What changed the weights on the way, and whether other numbers came of it or only other places.
+    queue: list[tuple[fx.Node, str, bool]] = [(softmax, "", False)]
     while queue:
-        node, changed = queue.pop()
+        node, changed, is_computed = queue.pop()
         for user in node.users:
             name = op_name(user)
-            if name in PRODUCTS and _weights_operand(user) is node:
-                if changed:
-                    raise NoMatchError(f"attention weights pass through {changed}")
+            is_first = name in PRODUCTS and _weights_operand(user) is node
+            if is_first and not changed:
                 return user
+            if is_first or (name in PRODUCTS and not is_computed):
+                reason = f"pass through {changed}" if changed else f"are not the first factor of {user}"
+                raise NoMatchError(f"attention weights {reason}")
             if name in _WEIGHTS_PASS or name == "slice":
-                queue.append((user, changed))
+                queue.append((user, changed, is_computed))
             elif is_pointwise(user) or source_of(user) is not None:
-                queue.append((user, changed or name))
+                queue.append((user, changed or name, is_computed or is_pointwise(user)))
     return None
 
 

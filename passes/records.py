@@ -101,7 +101,7 @@ class MatchFailure:
 
 @dataclasses.dataclass(frozen=True)
 class FusedAttention:
-    """A ``kitty::attend`` that is in the graph already."""
+    """A ``kitty::attend`` or ``kitty::attention`` that is in the graph already."""
 
     node: fx.Node
     layer: int

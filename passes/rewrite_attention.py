@@ -5,21 +5,24 @@ Pattern: an attention with its K and V update (``match_attention``), its mask un
     full_k = cat([past_k, k], 2); full_v = cat([past_v, v], 2)
     out = scaled_dot_product_attention(q, repeat_kv(full_k), repeat_kv(full_v), mask, scale=s)
 
-Replacement: one operator over the layer's packed cache and the call's own columns, state from a binder
+Replacement: one operator over the layer's packed cache and the call's own columns. A binder says where its state is, in
+nodes of the graph, or behind the running call
 
     out = kitty.attend(q, k, v, columns, counts, *state, parameters, s, softcap, sinks, False)
+    out = kitty.attention(q, k, v, layer, s, softcap, sinks)
 
 The old nodes stay where they are, unread; ``clean_up`` takes them away. A layer that the binder does not take is left as it
 is and reported with the binder's reason.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
+from kitty_compile.kernels import serving  # noqa: F401 (registers kitty::attention)
 from kitty_compile.kernels.ops import OpParameters
 from kitty_compile.passes.insert_nodes import Inserter
 from kitty_compile.passes.nodes import dtype, sizes
@@ -45,10 +48,17 @@ class LayerBinding:
     is_empty: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class CallBinding:
+    """The cache that serves the running call has the state, as its layer ``layer`` (see ``kernels/serving.py``)."""
+
+    layer: int
+
+
 class Binder(Protocol):
     """Supplies the state of layers; a string says why a layer is left as it is."""
 
-    def bind(self, match: AttentionMatch, mask: MaskKind) -> LayerBinding | str: ...
+    def bind(self, match: AttentionMatch, mask: MaskKind) -> LayerBinding | CallBinding | str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,30 +87,29 @@ def rewrite_attention(gm: fx.GraphModule, report: Report, binder: Binder) -> Rew
     return Rewrite(tuple(replaced), tuple(attends), kept)
 
 
-def _replace(match: AttentionMatch, binding: LayerBinding) -> fx.Node:
+def _replace(match: AttentionMatch, binding: LayerBinding | CallBinding) -> fx.Node:
     insert = Inserter(match.node)
     own, columns_dim = sizes(match.key), match.update.columns_dim
     known = {str(own[dim]): (match.key, dim) for dim in (0, columns_dim)}
     wanted = (own[0], match.num_heads, own[columns_dim], match.key_dim)
     query = insert.cast(insert.reshape(match.query, wanted, known), dtype(match.key))
     key, value = (_by_heads(node, columns_dim, insert) for node in (match.key, match.value))
-    attend = insert(
-        torch.ops.kitty.attend.default,
-        query,
-        key,
-        value,
-        binding.columns,
-        binding.counts,
-        *binding.state,
-        list(binding.parameters),
-        match.scale,
-        match.softcap or 0.0,
-        match.sinks,
-        binding.is_empty,
-    )
+    target, arguments = _call_of(match, binding)
+    attend = insert(target, query, key, value, *arguments)
     output = insert.reshape(insert.cast(attend, dtype(match.node)), sizes(match.node), known)
     match.node.replace_all_uses_with(insert.lay_out_like(output, match.node))
     return attend
+
+
+def _call_of(
+    match: AttentionMatch, binding: LayerBinding | CallBinding
+) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+    """The operator, and its arguments behind query, key and value."""
+    numbers = (match.scale, match.softcap or 0.0, match.sinks)
+    if isinstance(binding, CallBinding):
+        return torch.ops.kitty.attention.default, (binding.layer, *numbers)
+    state = (binding.columns, binding.counts, *binding.state, list(binding.parameters))
+    return torch.ops.kitty.attend.default, (*state, *numbers, binding.is_empty)
 
 
 def _by_heads(node: fx.Node, columns_dim: int, insert: Inserter) -> fx.Node:

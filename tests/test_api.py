@@ -14,7 +14,9 @@ import kitty_compile
 from kitty_compile import KittyConfig
 from kitty_compile.huggingface.cache import KittyCache
 from kitty_compile.huggingface.support import cache_argument
+from kitty_compile.plain_module import CachedModule
 from kitty_compile.testing import FAMILIES, random_ids, tiny_model
+from tests.models.nano_gpt import make_gpt
 
 TINY = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -280,9 +282,38 @@ def test_several_devices_are_refused(model):
 
 @pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2), "llama"])
 def test_what_is_no_model_is_a_type_error(model):
-    with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got"):
+    with pytest.raises(TypeError, match=r"model must be a (torch\.nn\.Module, got|transformers .*example_inputs)"):
         kitty_compile.apply(model)
     with pytest.raises(TypeError, match="model must be a transformers PreTrainedModel, got"):
         kitty_compile.report(model)
     with pytest.raises(ValueError, match="model must have a KittyCache applied"):
         kitty_compile.remove(model)
+
+
+# ---- modules that are not from transformers
+
+
+def test_a_plain_module_is_captured_with_example_inputs():
+    model, ids = make_gpt(), random_ids(2, 60)
+    cached = kitty_compile.apply(model, "lossless", example_inputs=(ids[:, :8],), max_length=64)
+    assert isinstance(cached, CachedModule)
+    with torch.no_grad():
+        torch.testing.assert_close(cached(ids[:, :50]), model(ids[:, :50]), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(cached(ids[:, 50:]), model(ids)[:, 50:], atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="max_length=64"):
+        cached(ids[:, :5])
+    with pytest.raises(TypeError, match="what it was made from is unchanged"):
+        kitty_compile.remove(cached)
+    assert kitty_compile.apply(model, example_inputs=(ids[:, :8],)).max_length == 4096
+
+
+def test_a_plain_module_without_example_inputs_says_what_is_missing():
+    with pytest.raises(TypeError, match=r"come with example_inputs .* got GPT without"):
+        kitty_compile.apply(make_gpt())
+
+
+@pytest.mark.parametrize("arguments", [{"example_inputs": (random_ids(1, 8),)}, {"max_length": 64}])
+def test_a_transformers_model_is_not_captured(model, arguments):
+    with pytest.raises(TypeError, match="must be left out for a transformers model, which is not captured"):
+        kitty_compile.apply(model, **arguments)
+    assert not kitty_compile.report(model).is_applied

@@ -74,6 +74,21 @@ def test_import_brings_neither_triton_nor_transformers():
     assert run_python(code) == ["end"]
 
 
+def test_a_plain_module_needs_no_transformers():
+    code = (
+        "import sys, torch, kitty_compile\n"
+        "from tests.models.nano_gpt import make_gpt\n"
+        "cached = kitty_compile.apply(make_gpt(), example_inputs=(torch.zeros(1, 8, dtype=torch.int64),))\n"
+        "print(type(cached).__name__, 'transformers' in sys.modules)"
+    )
+    assert run_python(code) == ["CachedModule", "False"]
+
+
+def test_explain_is_the_function_even_after_its_module_was_imported():
+    code = "import kitty_compile.explaining, kitty_compile; print(callable(kitty_compile.explain))"
+    assert run_python(code) == ["True"]
+
+
 def test_every_public_name_loads():
     code = "import kitty_compile; print(*[name for name in kitty_compile.__all__ if not hasattr(kitty_compile, name)], 'end')"
     assert run_python(code) == ["end"]

@@ -78,12 +78,30 @@ def test_reset_and_crop(gpt):
     cached.crop(300)
     assert cached.columns == 300
     torch.testing.assert_close(cached(IDS[:, 300:320]), expected, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="rollback_window"):
-        cached.crop(200)
     with pytest.raises(ValueError, match="between 0 and the 320 held"):
         cached.crop(321)
     cached.crop(0)
     torch.testing.assert_close(in_pieces(cached), first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("preset", ["lossless", "kitty"])
+@pytest.mark.parametrize("columns", [33, 200, 290])
+def test_a_deep_crop_restores_raw_columns_from_the_pages(gpt, columns, preset):
+    cached = attach_cache(gpt, (IDS[:, :12],), preset, max_length=LENGTH)
+    cache = PagedCache([LayerPlan()] * 2, KittyConfig.preset(preset))
+    for start, stop in ((0, 300), (300, LENGTH)):
+        cached(IDS[:, start:stop])
+        _by_hand(gpt, cache, IDS[:, start:stop], start)
+    cached.crop(columns)
+    cache.crop(columns)
+    assert cached.columns == columns
+    start = columns
+    for piece in IDS[:, columns:].split([1, 60, LENGTH - columns - 61], dim=1):
+        expected = _by_hand(gpt, cache, piece, start)
+        torch.testing.assert_close(cached(piece), expected, rtol=1e-3, atol=1e-3)
+        start += piece.shape[1]
+        if preset == "lossless":
+            torch.testing.assert_close(expected, whole(gpt, IDS[:, :start])[:, -piece.shape[1] :], rtol=1e-3, atol=1e-3)
 
 
 def test_room_is_checked_before_anything_changes(gpt):

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kitty_compile.kernels import serving
 
 if TYPE_CHECKING:
     from kitty_compile.huggingface.cache import KittyCache
@@ -47,23 +50,23 @@ HARMLESS_ARGUMENTS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class CallMask:
-    """Stands where a mask would: causal, within ``window`` columns when it is a sliding layer's."""
+    """Stands where a mask would: causal, within ``window`` columns when it is a sliding layer's.
+
+    ``refusal``: why no layer can attend with it. A model may make masks that it does not use.
+    """
 
     window: int | None
+    refusal: str | None = None
 
 
 @dataclasses.dataclass
 class ActiveCall:
-    """The forward that is running on a KittyCache; at most one layer's keys and values wait in ``staged``.
-
-    ``is_prepared``: whoever runs the forward has opened the call, the decoder's hook shall not.
-    """
+    """The forward that is running on a KittyCache; at most one layer's keys and values wait in ``staged``."""
 
     cache: "KittyCache"
     config: PreTrainedConfig
     decoder: torch.nn.Module
     previous: "ActiveCall | None"
-    is_prepared: bool = False
     num_served: int = 0
     staged: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
@@ -89,6 +92,26 @@ def set_active_call(call: ActiveCall | None) -> None:
     _ACTIVE.set(call)
 
 
+# Read by Dynamo, which can guard on a global but not on what belongs to a thread.
+_step_thread: int | None = None
+
+
+def in_step() -> bool:
+    """Is this the device part of a decode step, with the host's part done (``decode_step.py``)?
+
+    There the cache hands keys and values on, masks are left out (every kind was checked when the prompt came in) and
+    attention is ``kitty::attention``: nothing that Dynamo would have to guard on.
+    """
+    if torch.compiler.is_compiling():
+        return _step_thread is not None
+    return _step_thread == threading.get_ident()
+
+
+def set_step(is_on: bool) -> None:
+    global _step_thread  # noqa: PLW0603
+    _step_thread = threading.get_ident() if is_on else None
+
+
 def refuse_gradients(*tensors: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
@@ -108,12 +131,17 @@ def register(original: str | None) -> str:
 
 # ``original`` is bound by ``register``; the rest is transformers' signature of a mask function.
 def kitty_mask(original: str, *args: Any, **kwargs: Any) -> Any:
+    if in_step():
+        return None
     call = _ACTIVE.get()
     if call is None or kwargs.get("config") is not call.config:
         if original not in ALL_MASK_ATTENTION_FUNCTIONS:
             return None
         return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
-    return CallMask(classify_mask(kwargs.get("mask_function", causal_mask_function)))
+    try:
+        return CallMask(classify_mask(kwargs.get("mask_function", causal_mask_function)))
+    except ValueError as error:
+        return CallMask(None, refusal=str(error))
 
 
 def classify_mask(function: Callable[..., Any]) -> int | None:
@@ -145,6 +173,8 @@ def kitty_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``original`` is bound by ``register``; the rest is transformers' signature of an attention function."""
+    if in_step() and getattr(module, "layer_idx", None) is not None:
+        return _attend_in_step(module, query, key, value, kwargs), None
     call = _ACTIVE.get()
     if call is None or not (call.is_staged(key) or getattr(module, "config", None) is call.config):
         result: tuple[torch.Tensor, torch.Tensor | None] = _original_attention(original, module)(
@@ -158,6 +188,15 @@ def kitty_attention(
     call.num_served += 1
     output = call.cache.attend(query, key, value, layer, scale=scale, softcap=softcap, sinks=sinks)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_in_step(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
+) -> torch.Tensor:
+    scale, softcap, sinks = _attention_arguments(module, query, arguments)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    output = serving.attention(query, key, value, layer, scale=scale, softcap=softcap, sinks=sinks)
+    return output.transpose(1, 2).contiguous()
 
 
 def _take_staged(call: ActiveCall, module: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> int:
@@ -177,6 +216,8 @@ def _check_mask(call: ActiveCall, layer: int, mask: object) -> None:
     if not isinstance(mask, CallMask):
         got = "no mask" if mask is None else type(mask).__name__
         raise ValueError(f"layer {layer} must be masked by transformers' mask functions, got {got}")
+    if mask.refusal is not None:
+        raise ValueError(mask.refusal)
     if mask.window != plan.window:
         expected, got = (
             "causal" if window is None else f"sliding with window {window}" for window in (plan.window, mask.window)

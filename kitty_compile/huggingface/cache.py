@@ -10,7 +10,7 @@ from transformers import Cache, PreTrainedConfig
 
 from kitty_compile.cache import PagedCache
 from kitty_compile.config import KittyConfig, resolve_config
-from kitty_compile.huggingface.attention import active_call, refuse_gradients
+from kitty_compile.huggingface.attention import active_call, in_step, refuse_gradients
 from kitty_compile.huggingface.support import layer_plans, text_config
 
 # Until 5.17 a positive argument of ``crop`` is the length to keep; later versions refuse it.
@@ -48,6 +48,7 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
         plans = layer_plans(text_config(model_config))
         PagedCache.__init__(self, plans, resolve_config(config), max_length=max_length)
         self.is_bounded_by_generate = False
+        self.num_length_reads = 0
         if padding is not None:
             self.set_padding(padding)
 
@@ -61,6 +62,8 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a layer's new keys and values; returns what the model shall attend to."""
+        if in_step():
+            return key_states, value_states
         refuse_gradients(key_states, value_states)
         call = active_call()
         if call is not None and call.cache is self:
@@ -90,8 +93,20 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
         if self.get_seq_length():
             self.select(indices)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that a layer has seen (pads included)."""
+        if not torch.compiler.is_compiling():
+            # A recording of a forward that asks would be good for one length alone.
+            self.num_length_reads += 1
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(columns of K that a mask for ``query_length`` new columns spans, index of the first of them)."""
+        return (query_length, 0) if in_step() else super().get_mask_sizes(query_length, layer_idx)
+
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length(layer_idx)
+        # Asked for masks alone.
+        return 0 if in_step() else self.get_seq_length(layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Columns that the cache, or one layer of it, can hold; -1 when it grows."""

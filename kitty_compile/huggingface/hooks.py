@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kitty_compile.columns import Call
 from kitty_compile.config import KittyConfig
-from kitty_compile.huggingface.attention import ActiveCall, active_call, set_active_call
+from kitty_compile.huggingface.attention import ActiveCall, active_call, in_step, set_active_call
 from kitty_compile.huggingface.cache import KittyCache
 from kitty_compile.layers import LayerPlan
 
@@ -50,8 +50,7 @@ def before_forward(
     attachment: Attachment, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Pre-hook of the decoder: find or make the KittyCache and open the call."""
-    running = active_call()
-    if running is not None and running.decoder is decoder and running.is_prepared:
+    if in_step():
         return None
     drop_call(decoder)
     arguments = dict(zip(attachment.parameters, args, strict=False)) | kwargs
@@ -78,6 +77,8 @@ def before_forward(
 
 def after_forward(attachment: Attachment, decoder: torch.nn.Module, args: Any, output: Any) -> None:
     """Post-hook of the decoder, called after an exception too (``output`` is None then)."""
+    if in_step():
+        return
     call = active_call()
     if call is None or call.decoder is not decoder:
         return

@@ -28,6 +28,17 @@ UNSERVED_LAYER_TYPES = {
     "mlp": "a layer without attention is not supported",
 }
 
+# By model_type: what gives one thing to the cache and attends to another, although it calls the attention interface.
+UNSERVED_MODELS = {
+    "diffllama": "differential attention, which splits its values behind the cache, is not supported",
+    "doge": "a mask that depends on the values is not supported",
+    "dory": "layers that run in loops are not supported",
+    "git": "an image prefix, which is attended in both directions, is not supported",
+    "hrm_text": "layers that run in loops are not supported",
+    "moshi": "a window in the cache that the mask knows nothing of is not supported",
+    "jetmoe": "attention that repeats keys and values for its experts is not supported",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSupport:
@@ -52,13 +63,14 @@ def config_refusal(config: PreTrainedConfig) -> str | None:
     """Why no layer of a model with this text configuration can be served, or None."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder model is not supported"
-    if getattr(config, "add_cross_attention", False):
+    if getattr(config, "add_cross_attention", False) or getattr(config, "cross_attention_layers", None):
         return "cross attention is not supported"
     if getattr(config, "kv_lora_rank", None) is not None:
         return "multi-head latent attention (kv_lora_rank) keeps no keys and values per head"
     if getattr(config, "num_kv_shared_layers", None):
         return "layers that share keys and values (num_kv_shared_layers) are not supported"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    # "vision" is said of image tokens alone, whose masks are refused where they come up.
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return "bidirectional attention is not supported"
     return None
 
@@ -67,7 +79,11 @@ def layer_support(config: PreTrainedConfig) -> list[LayerSupport]:
     """One entry per layer of the text configuration, in order."""
     refusal = config_refusal(config)
     if refusal is not None:
-        return [LayerSupport(index, None, refusal, *_head_shapes(config)) for index in range(_num_layers(config))]
+        layer_configs = _layer_configs(config, _num_layers(config))
+        return [
+            LayerSupport(index, None, refusal, *_head_shapes(layer_config))
+            for index, layer_config in enumerate(layer_configs)
+        ]
     types, windows = _layer_types_and_windows(config)
     layer_configs = _layer_configs(config, len(types))
     return [
@@ -101,6 +117,8 @@ def model_refusal(model: PreTrainedModel) -> str | None:
     for layer in layer_support(config):
         if layer.reason is not None:
             return f"layer {layer.index}: {layer.reason}"
+    if config.model_type in UNSERVED_MODELS:
+        return UNSERVED_MODELS[config.model_type]
     if getattr(model, "_is_stateful", False):
         return "a recurrent state is not supported"
     if not _uses_attention_interface(model):
@@ -108,6 +126,13 @@ def model_refusal(model: PreTrainedModel) -> str | None:
     if getattr(config, "output_attentions", False):
         return "attention weights (output_attentions) never exist with a KittyCache"
     return _device_refusal(model)
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that runs the layers and takes the cache."""
+    decoder = model.get_decoder()
+    # Some classes call their head ``decoder``.
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def cache_argument(module: torch.nn.Module) -> str:
@@ -172,12 +197,9 @@ def _head_shapes(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def _uses_attention_interface(model: PreTrainedModel) -> bool:
-    decoder = model.get_decoder()
-    return bool(
-        getattr(decoder, "_supports_attention_backend", False)
-        and type(model)._can_set_attn_implementation()
-        and type(decoder)._can_set_attn_implementation()
-    )
+    # Not asked: _supports_attention_backend, which many a class leaves unset whose attention does. What departs from the
+    # interface in a forward is noticed there.
+    return bool(type(model)._can_set_attn_implementation() and type(decoder_of(model))._can_set_attn_implementation())
 
 
 def _device_refusal(model: PreTrainedModel) -> str | None:

@@ -1,0 +1,137 @@
+"""The ``kitty`` backend of ``torch.compile``: attentions over a KV cache move onto 2-bit pages, inductor does the rest.
+
+``torch.compile`` finds it by its name, through an entry point of the package.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kitty_compile.cached_call import STORE, CachedCall
+from kitty_compile.config import KittyConfig, resolve_config
+from kitty_compile.passes.bind_call import bind_call
+from kitty_compile.passes.pipeline import Report, analyze, guard_numbers
+
+logger = logging.getLogger(__name__)
+
+_OWN_OPTIONS = ("config", "compiler")
+COMPILERS = ("inductor", "aot_eager", "eager")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was given to ``torch.compile`` beside the backend.
+
+    Attributes:
+        config: of the caches that stand behind a model's own; applied models bring theirs.
+        compiler: what compiles the rewritten graph: "inductor", or "aot_eager" and "eager" to look for a fault.
+        inductor: inductor's own options, those of the mode among them.
+    """
+
+    config: KittyConfig
+    compiler: str
+    inductor: dict[str, Any]
+
+    @classmethod
+    def of(cls, mode: str | None, options: Mapping[str, Any] | None) -> "Options":
+        """Raises a ValueError for an option that neither this backend nor inductor has."""
+        given = dict(options or {})
+        config, compiler = resolve_config(given.pop("config", None)), given.pop("compiler", "inductor")
+        if compiler not in COMPILERS:
+            raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}, got {compiler!r}")
+        known = torch._inductor.list_options()
+        unknown = [name for name in given if name.replace("-", "_") not in known]
+        if unknown:
+            raise ValueError(f"options must be {', '.join(_OWN_OPTIONS)} or inductor's, got {', '.join(unknown)}")
+        return cls(config, compiler, {**(torch._inductor.list_mode_options(mode) if mode else {}), **given})
+
+
+def kitty(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph from Dynamo; for ``torch.compile(model, backend="kitty")``, not to be called.
+
+    Args:
+        mode: one of inductor's.
+        options: ``config`` (a ``KittyConfig`` or a preset's name), ``compiler``, and inductor's own options.
+    """
+    settings = Options.of(mode, options)
+    normal, report = analyze(gm, example_inputs)
+    guard_numbers(report)
+    suspects = _possible_pasts(normal, example_inputs)
+    bound = bind_call(normal, report)
+    _log(report, bound.kept)
+    is_served = bool(bound.layers or report.fused)
+    compiled = _compile(normal, example_inputs, settings, is_served=is_served)
+    call = CachedCall(compiled, bound, settings.config) if bound.layers else compiled
+    taken = {index for layer in bound.layers for index in layer.inputs or ()}
+    rest = [index for index in suspects if index not in taken]
+    return _Guarded(call, rest, report) if rest else call
+
+
+class _Guarded:
+    """Keeps phantoms out of attentions that do not know them."""
+
+    def __init__(self, call: Callable[..., Any], suspects: Sequence[int], report: Report) -> None:
+        self.call, self.suspects, self.report = call, suspects, report
+
+    def __call__(self, *inputs: Any) -> Any:
+        for index in self.suspects:
+            if STORE.holds(inputs[index]):
+                reasons = {failure.reason for failure in self.report.failures} or {"no attention reads it"}
+                raise ValueError(
+                    f"a cache on 2-bit pages must be read by what was rewritten, got: {'; '.join(reasons)}"
+                )
+        return self.call(*inputs)
+
+
+def _possible_pasts(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
+    """Inputs that could be keys or values of earlier calls."""
+    found = []
+    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("val")
+        is_owned = getattr(example_inputs[index], "_dynamo_static_input_type", None) is not None
+        if isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point() and not is_owned:
+            found.append(index)
+    return found
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Options, *, is_served: bool
+) -> Callable[..., Any]:
+    if settings.compiler == "eager":
+        forward: Callable[..., Any] = gm.forward
+        return forward
+    if settings.compiler == "aot_eager":
+        from torch._dynamo.backends.debugging import aot_eager
+
+        traced: Callable[..., Any] = aot_eager(gm, list(example_inputs))
+        return traced
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = dict(settings.inductor)
+    if is_served:
+        # Its recordings cannot see the cache; decode steps of applied models are recorded as a whole instead.
+        patches["triton.cudagraphs"] = False
+    compiled = compile_fx(gm, example_inputs, config_patches=patches)
+    assert callable(compiled)
+    return compiled
+
+
+_logged: set[str] = set()
+
+
+def _log(report: Report, kept: Mapping[fx.Node, str]) -> None:
+    """Say once why attentions stay as they are."""
+    reasons = [failure.reason for failure in report.failures]
+    for reason in {*reasons, *kept.values()} - _logged:
+        _logged.add(reason)
+        logger.warning("an attention stays as it is: %s", reason)

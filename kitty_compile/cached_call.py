@@ -1,0 +1,134 @@
+"""A rewritten graph at run time: finds the caches behind its inputs, serves its attentions, hands out phantoms."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kitty_compile.cache import PagedCache
+from kitty_compile.config import KittyConfig
+from kitty_compile.kernels.serving import serving
+from kitty_compile.layers import LayerPlan
+from kitty_compile.passes.bind_call import BoundCalls
+from kitty_compile.phantoms import PhantomStore, is_dense_phantom
+
+# Phantoms of one backend are understood by every graph of it.
+STORE = PhantomStore()
+
+
+class CachedCall:
+    """Called in place of the graph that was rewritten, with its inputs; returns what it returned.
+
+    Args:
+        compiled: the rewritten graph.
+        bound: its layers.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], bound: BoundCalls, config: KittyConfig) -> None:
+        self.compiled, self.bound = compiled, bound
+        # Layers of the cache are numbered as the graph has them.
+        skipped = tuple(i for i, layer in enumerate(bound.layers) if layer.match.layer in config.skip_layers)
+        self.config = dataclasses.replace(config, skip_layers=skipped)
+        self.plans = [
+            LayerPlan() if layer.window is None else LayerPlan("sliding", layer.window) for layer in bound.layers
+        ]
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        cache = self._cache(inputs)
+        padding = None if self.bound.padding is None else inputs[self.bound.padding]
+        server = _Server(cache, padding)
+        try:
+            with serving(server):
+                outputs = self.compiled(*inputs)
+        except BaseException:
+            cache.abort_call()
+            raise
+        cache.end_call()
+        return self._with_phantoms(outputs, cache, server)
+
+    def _cache(self, inputs: Sequence[Any]) -> PagedCache:
+        given = [inputs[index] for layer in self.bound.layers for index in layer.inputs or ()]
+        given = [tensor for tensor in given if tensor.numel()]
+        if not given:
+            return PagedCache(self.plans, self.config)
+        strided = [any(tensor.stride()) for tensor in given]
+        if all(strided):
+            return self._take_over(given, inputs)
+        if any(strided):
+            raise ValueError("the cache must be phantoms in all layers or in none, got a mixture")
+        cache = STORE.resolve(given, self._columns(given))
+        if [layer.window for layer in cache.plans] != [plan.window for plan in self.plans]:
+            raise ValueError(
+                f"the graph must serve the layers that the cache was made with, got {len(self.plans)} for {len(cache.plans)}"
+            )
+        if cache.batch_size != given[0].shape[0]:
+            raise ValueError(f"the cache must keep its {cache.batch_size} rows, got {given[0].shape[0]}")
+        return cache
+
+    def _columns(self, given: Sequence[torch.Tensor]) -> int | None:
+        """What the caller's cache still holds, as a layer without a window shows."""
+        held = {given[2 * index].shape[2] for index, plan in enumerate(self.plans) if plan.window is None}
+        if len(held) > 1:
+            raise ValueError(f"all layers must hold the same columns, got {sorted(held)}")
+        return held.pop() if held else None
+
+    def _take_over(self, given: Sequence[torch.Tensor], inputs: Sequence[Any]) -> PagedCache:
+        """The caller's own keys and values, made without this backend, become the past."""
+        if is_dense_phantom(given[0]):
+            raise ValueError(
+                "a stock cache of phantoms must not be reordered, repeated or selected (its 2-bit pages do not follow): "
+                "use kitty_compile.apply(model), whose KittyCache can"
+            )
+        lengths = {tensor.shape[2] for tensor in given}
+        windows = [plan.window for plan in self.plans if plan.window is not None]
+        if len(lengths) > 1 or any(window <= max(lengths) for window in windows):
+            raise ValueError(
+                "the cache must be empty or come from this backend, got 16-bit sliding layers that are full"
+            )
+        cache = PagedCache(self.plans, self.config)
+        columns = lengths.pop()
+        padding = None if self.bound.padding is None else inputs[self.bound.padding]
+        cache.begin_call(columns, None if padding is None else padding[:, :columns])
+        for index in range(len(self.plans)):
+            cache.store(given[2 * index], given[2 * index + 1], index)
+        return cache
+
+    def _with_phantoms(self, outputs: Sequence[Any], cache: PagedCache, server: "_Server") -> tuple[Any, ...]:
+        shapes = []
+        for layer, (batch, heads, key_dim, value_dim) in zip(self.bound.layers, server.shapes, strict=True):
+            columns = cache.columns if layer.kept is None else min(cache.columns, layer.kept)
+            shapes += [(batch, heads, columns, key_dim), (batch, heads, columns, value_dim)]
+        phantoms = STORE.make(cache, shapes, server.dtype, server.device)
+        places = [index for layer in self.bound.layers for index in layer.outputs]
+        placed = dict(zip(places, phantoms, strict=True))
+        rest = iter(outputs)
+        return tuple(placed[i] if i in placed else next(rest) for i in range(self.bound.num_outputs))
+
+
+class _Server:
+    """``cache.attend``, with the call begun by the first layer, which knows how many columns there are."""
+
+    def __init__(self, cache: PagedCache, padding: torch.Tensor | None) -> None:
+        self.cache, self.padding = cache, padding
+        self.is_begun = False
+        self.shapes: list[tuple[int, int, int, int]] = []
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if not self.is_begun:
+            self.cache.begin_call(key.shape[2], self.padding)
+            self.is_begun = True
+        self.shapes.append((key.shape[0], key.shape[1], key.shape[3], value.shape[3]))
+        self.dtype, self.device = key.dtype, key.device
+        return self.cache.attend(query, key, value, layer, scale=scale, softcap=softcap, sinks=sinks)

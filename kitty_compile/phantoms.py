@@ -1,0 +1,139 @@
+"""Phantoms: tensors of stride 0 that stand in a caller's cache where 16-bit keys and values would be.
+
+A phantom has the shape, dtype and device of K or V [B, Hkv, columns, D] and one element of memory. The columns themselves
+are in a ``PagedCache`` that lives as long as a phantom of it does. All phantoms of one call share a storage, and the storage
+is their identity (never an address: a weak reference keeps it from being given out again). So
+
+    a slice of a phantom        a crop
+    an older phantom            going back; a fork when the newer ones are still held
+    a deep copy of phantoms     a fork
+    a gathered, dense phantom   an error that says so: NaN of a bit pattern that no arithmetic gives
+
+Elements are NaN, so that attention which does not know phantoms cannot go unnoticed.
+"""
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kitty_compile.cache import PagedCache
+
+_SERIAL_BYTES = 8
+
+
+@dataclasses.dataclass
+class _Entry:
+    """The phantoms of one call: the cache behind them, and the columns that it held then."""
+
+    storage: StorageWeakRef
+    cache: PagedCache
+    columns: int
+    serial: int
+    is_stale: bool = False
+
+
+class PhantomStore:
+    """Makes phantoms and finds the caches behind them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+        self._serials = itertools.count(1)
+
+    def __len__(self) -> int:
+        """How many calls have phantoms that are still held."""
+        self.sweep()
+        return len(self._entries)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Is it a phantom of this store, or a slice of one?"""
+        entry = self._entries.get(_key(tensor))
+        return entry is not None and not entry.storage.expired()
+
+    @property
+    def caches(self) -> list[PagedCache]:
+        """The caches that phantoms keep alive."""
+        self.sweep()
+        return list({id(entry.cache): entry.cache for entry in self._entries.values()}.values())
+
+    def sweep(self) -> None:
+        """Let go of caches whose phantoms are gone."""
+        for key in [key for key, entry in self._entries.items() if entry.storage.expired()]:
+            del self._entries[key]
+
+    def make(
+        self, cache: PagedCache, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor]:
+        """One phantom per shape: K and V of layer 0, of layer 1 and so on."""
+        self.sweep()
+        serial = next(self._serials)
+        size = len(shapes) * dtype.itemsize
+        base = torch.full((-(-size // _SERIAL_BYTES) * _SERIAL_BYTES + _SERIAL_BYTES,), 255, dtype=torch.uint8)
+        base[-_SERIAL_BYTES:].view(torch.int64).fill_(serial)
+        base = base.to(device)
+        elements = base[:size].view(dtype)
+        columns = cache.columns
+        self._entries[_key(base)] = _Entry(StorageWeakRef(base.untyped_storage()), cache, columns, serial)
+        return [elements[index].expand(tuple(shape)) for index, shape in enumerate(shapes)]
+
+    def resolve(self, phantoms: Sequence[torch.Tensor], columns: int | None) -> PagedCache:
+        """The cache behind the phantoms of all layers, gone back to ``columns`` (None: as many as it held then).
+
+        Raises:
+            ValueError: they are not the phantoms of one call in their order, or what they stood for is gone.
+        """
+        self.sweep()
+        entry = self._entry(phantoms)
+        columns = entry.columns if columns is None else columns
+        if entry.is_stale or columns > entry.columns:
+            raise ValueError(
+                "phantoms must be the newest of their cache, got some from before it was cropped and went on"
+            )
+        cache = entry.cache
+        if any(other.cache is cache and other.serial > entry.serial for other in self._entries.values()):
+            # Somebody holds what came later.
+            cache = copy.deepcopy(cache)
+            entry.cache = cache
+        if columns < cache.columns:
+            cache.crop(columns)
+            for other in self._entries.values():
+                other.is_stale |= other.cache is cache and other.columns > columns
+        return cache
+
+    def _entry(self, phantoms: Sequence[torch.Tensor]) -> _Entry:
+        first = phantoms[0]
+        for index, phantom in enumerate(phantoms):
+            is_in_place = _key(phantom) == _key(first) and phantom.storage_offset() == index
+            if not is_in_place:
+                raise ValueError("phantoms must be those of one call, a layer behind the other, got a mixture")
+        entry = self._entries.get(_key(first))
+        return self._fork(first) if entry is None else entry
+
+    def _fork(self, copied: torch.Tensor) -> _Entry:
+        """An entry for phantoms that were copied with their storage; they carry the serial of the original."""
+        storage = copied.untyped_storage()
+        held = torch.empty(0, dtype=torch.uint8, device=copied.device).set_(storage)
+        serial = int(held[-_SERIAL_BYTES:].view(torch.int64)) if len(held) > _SERIAL_BYTES else 0
+        original = next((entry for entry in self._entries.values() if entry.serial == serial), None)
+        if original is None or original.is_stale:
+            raise ValueError("phantoms must be copied while the original is held, got a copy whose original is gone")
+        cache = copy.deepcopy(original.cache)
+        entry = _Entry(StorageWeakRef(storage), cache, original.columns, next(self._serials))
+        self._entries[_key(copied)] = entry
+        return entry
+
+
+def is_dense_phantom(tensor: torch.Tensor) -> bool:
+    """Was this tensor gathered, joined or cloned from a phantom? Reads the device."""
+    if not tensor.numel() or not any(tensor.stride()):
+        return False
+    first = tensor[(0,) * tensor.dim()].reshape(1)
+    return bool((first.view(torch.uint8) == 255).all())
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
