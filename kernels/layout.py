@@ -33,6 +33,7 @@ FIELD_EXPONENTS = (0, 1, 2, 3, 4, 2, 3, 4)
 # The power of four stored with a value scale, so that the kernel multiplies probabilities by it without a constant.
 FIELD_PREMULTIPLIER = tuple(2 - exponent for exponent in FIELD_EXPONENTS)
 
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCALE_DTYPE = torch.bfloat16
 BITS = (2, 4, 16)
 

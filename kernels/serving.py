@@ -14,7 +14,10 @@ from torch._compile import _disable_dynamo
 
 
 class Server(Protocol):
-    """Attends a layer's own columns over its past and takes them in; ``PagedCache.attend`` is one."""
+    """Attends a layer's own columns over its past and takes them in; ``PagedCache.attend`` is one.
+
+    Where the caller says at which ``positions`` [T] the columns are, that is one more keyword argument.
+    """
 
     def __call__(
         self,
@@ -34,7 +37,8 @@ _SERVER: contextvars.ContextVar[Server | None] = contextvars.ContextVar("kitty_s
 _library = torch.library.Library("kitty", "FRAGMENT")
 # The state that it reads is none of its arguments: a recording made by somebody who cannot see it would be stale at once.
 _library.define(
-    "attention(Tensor query, Tensor key, Tensor value, int layer, float scale, float softcap, Tensor? sinks) -> Tensor",
+    "attention(Tensor query, Tensor key, Tensor value, int layer, float scale, float softcap, Tensor? sinks, "
+    "Tensor? positions=None) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 
@@ -59,11 +63,14 @@ def _attention(
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     server = _SERVER.get()
     if server is None:
         raise RuntimeError(f"kitty::attention of layer {layer} must run within serving(...), got no cache that serves")
-    return server(query, key, value, layer, scale=scale, softcap=softcap or None, sinks=sinks).contiguous()
+    where = {} if positions is None else {"positions": positions}
+    output = server(query, key, value, layer, scale=scale, softcap=softcap or None, sinks=sinks, **where)
+    return output.contiguous()
 
 
 for _device in ("CPU", "CUDA"):

@@ -4,21 +4,24 @@
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import OptimizedModule
 
 from kitty_compile.cached_call import STORE, CachedCall
 from kitty_compile.config import KittyConfig, resolve_config
-from kitty_compile.passes.bind_call import bind_call
+from kitty_compile.passes.bind_call import BoundCalls, bind_call
 from kitty_compile.passes.pipeline import Report, analyze, guard_numbers
+from kitty_compile.static_call import StaticCall
 
 logger = logging.getLogger(__name__)
 
-_OWN_OPTIONS = ("config", "compiler")
+_OWN_OPTIONS = ("config", "compiler", "static_cache")
 COMPILERS = ("inductor", "aot_eager", "eager")
 
 
@@ -29,11 +32,13 @@ class Options:
     Attributes:
         config: of the caches that stand behind a model's own; applied models bring theirs.
         compiler: what compiles the rewritten graph: "inductor", or "aot_eager" and "eager" to look for a fault.
+        static_cache: move attention over caches of fixed length, too; their 16-bit buffers stay.
         inductor: inductor's own options, those of the mode among them.
     """
 
     config: KittyConfig
     compiler: str
+    static_cache: bool
     inductor: dict[str, Any]
 
     @classmethod
@@ -43,11 +48,47 @@ class Options:
         config, compiler = resolve_config(given.pop("config", None)), given.pop("compiler", "inductor")
         if compiler not in COMPILERS:
             raise ValueError(f"compiler must be one of {', '.join(COMPILERS)}, got {compiler!r}")
+        static_cache = given.pop("static_cache", False)
+        if not isinstance(static_cache, bool):
+            raise ValueError(f"static_cache must be a bool, got {static_cache!r}")
         known = torch._inductor.list_options()
         unknown = [name for name in given if name.replace("-", "_") not in known]
         if unknown:
             raise ValueError(f"options must be {', '.join(_OWN_OPTIONS)} or inductor's, got {', '.join(unknown)}")
-        return cls(config, compiler, {**(torch._inductor.list_mode_options(mode) if mode else {}), **given})
+        return cls(
+            config, compiler, static_cache, {**(torch._inductor.list_mode_options(mode) if mode else {}), **given}
+        )
+
+
+_GENERATE = (
+    "torch.compile(model).generate runs the model uncompiled, since transformers calls the model inside: "
+    'use model.compile(backend="kitty"), or kitty_compile.apply(model)'
+)
+
+
+def _warn_about_generate() -> None:
+    """Say so when ``generate`` is taken from a module compiled with this backend: it is the original's, and not compiled."""
+    get_attribute = OptimizedModule.__getattr__
+
+    @functools.wraps(get_attribute)
+    def warn_and_get(module: OptimizedModule, name: str) -> Any:
+        if name == "generate" and _is_own(module):
+            _warn_once(_GENERATE)
+        return get_attribute(module, name)
+
+    OptimizedModule.__getattr__ = warn_and_get  # type: ignore[method-assign]
+
+
+def _is_own(module: OptimizedModule) -> bool:
+    function = getattr(module.dynamo_ctx, "callback", None)
+    # Dynamo's wrappers each name what they wrap.
+    while (inner := getattr(function, "_torchdynamo_orig_backend", None)) is not None:
+        function = inner
+    return getattr(function, "compiler_fn", function) is kitty
+
+
+# torch imports this module for whoever names the backend, and has no other place to say it.
+_warn_about_generate()
 
 
 def kitty(
@@ -61,17 +102,18 @@ def kitty(
 
     Args:
         mode: one of inductor's.
-        options: ``config`` (a ``KittyConfig`` or a preset's name), ``compiler``, and inductor's own options.
+        options: ``config`` (a ``KittyConfig`` or a preset's name), ``static_cache``, ``compiler``, and inductor's own.
     """
     settings = Options.of(mode, options)
     normal, report = analyze(gm, example_inputs)
     guard_numbers(report)
     suspects = _possible_pasts(normal, example_inputs)
-    bound = bind_call(normal, report)
-    _log(report, bound.kept)
+    bound = bind_call(normal, report, takes_static=settings.static_cache)
+    _log(report, bound)
     is_served = bool(bound.layers or report.fused)
     compiled = _compile(normal, example_inputs, settings, is_served=is_served)
-    call = CachedCall(compiled, bound, settings.config) if bound.layers else compiled
+    kind = StaticCall if bound.is_static else CachedCall
+    call = kind(compiled, bound, settings.config) if bound.layers else compiled
     taken = {index for layer in bound.layers for index in layer.inputs or ()}
     rest = [index for index in suspects if index not in taken]
     return _Guarded(call, rest, report) if rest else call
@@ -129,9 +171,17 @@ def _compile(
 _logged: set[str] = set()
 
 
-def _log(report: Report, kept: Mapping[fx.Node, str]) -> None:
-    """Say once why attentions stay as they are."""
-    reasons = [failure.reason for failure in report.failures]
-    for reason in {*reasons, *kept.values()} - _logged:
-        _logged.add(reason)
-        logger.warning("an attention stays as it is: %s", reason)
+def _log(report: Report, bound: BoundCalls) -> None:
+    """Say once why attentions stay as they are, and that a static cache saves nothing."""
+    reasons = {failure.reason for failure in report.failures} | set(bound.kept.values())
+    messages = [f"an attention stays as it is: {reason}" for reason in sorted(reasons)]
+    if bound.is_static:
+        messages.append("the 16-bit buffers of the static cache stay: its pages come on top of their memory")
+    for message in messages:
+        _warn_once(message)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        logger.warning("%s", message)

@@ -27,17 +27,12 @@ class CachedCall:
 
     def __init__(self, compiled: Callable[..., Any], bound: BoundCalls, config: KittyConfig) -> None:
         self.compiled, self.bound = compiled, bound
-        # Layers of the cache are numbered as the graph has them.
-        skipped = tuple(i for i, layer in enumerate(bound.layers) if layer.match.layer in config.skip_layers)
-        self.config = dataclasses.replace(config, skip_layers=skipped)
-        self.plans = [
-            LayerPlan() if layer.window is None else LayerPlan("sliding", layer.window) for layer in bound.layers
-        ]
+        self.plans, self.config = plans_of(bound, config)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         cache = self._cache(inputs)
         padding = None if self.bound.padding is None else inputs[self.bound.padding]
-        server = _Server(cache, padding)
+        server = Server(cache, padding)
         try:
             with serving(server):
                 outputs = self.compiled(*inputs)
@@ -94,19 +89,26 @@ class CachedCall:
             cache.store(given[2 * index], given[2 * index + 1], index)
         return cache
 
-    def _with_phantoms(self, outputs: Sequence[Any], cache: PagedCache, server: "_Server") -> tuple[Any, ...]:
+    def _with_phantoms(self, outputs: Sequence[Any], cache: PagedCache, server: "Server") -> tuple[Any, ...]:
         shapes = []
         for layer, (batch, heads, key_dim, value_dim) in zip(self.bound.layers, server.shapes, strict=True):
             columns = cache.columns if layer.kept is None else min(cache.columns, layer.kept)
             shapes += [(batch, heads, columns, key_dim), (batch, heads, columns, value_dim)]
         phantoms = STORE.make(cache, shapes, server.dtype, server.device)
-        places = [index for layer in self.bound.layers for index in layer.outputs]
+        places = [index for layer in self.bound.layers for index in layer.outputs or ()]
         placed = dict(zip(places, phantoms, strict=True))
         rest = iter(outputs)
         return tuple(placed[i] if i in placed else next(rest) for i in range(self.bound.num_outputs))
 
 
-class _Server:
+def plans_of(bound: BoundCalls, config: KittyConfig) -> tuple[list[LayerPlan], KittyConfig]:
+    """Of the cache behind a graph, whose layers are numbered as the graph has them."""
+    plans = [LayerPlan() if layer.window is None else LayerPlan("sliding", layer.window) for layer in bound.layers]
+    skipped = tuple(index for index, layer in enumerate(bound.layers) if layer.match.layer in config.skip_layers)
+    return plans, dataclasses.replace(config, skip_layers=skipped)
+
+
+class Server:
     """``cache.attend``, with the call begun by the first layer, which knows how many columns there are."""
 
     def __init__(self, cache: PagedCache, padding: torch.Tensor | None) -> None:
@@ -125,10 +127,14 @@ class _Server:
         scale: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not self.is_begun:
-            self.cache.begin_call(key.shape[2], self.padding)
+            self.begin(key.shape[2], positions)
             self.is_begun = True
         self.shapes.append((key.shape[0], key.shape[1], key.shape[3], value.shape[3]))
         self.dtype, self.device = key.dtype, key.device
         return self.cache.attend(query, key, value, layer, scale=scale, softcap=softcap, sinks=sinks)
+
+    def begin(self, num_columns: int, positions: torch.Tensor | None) -> None:
+        self.cache.begin_call(num_columns, self.padding)

@@ -3,8 +3,7 @@
 import torch
 
 from kitty_compile.columns import Call
-
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from kitty_compile.kernels.layout import SUPPORTED_DTYPES
 
 
 def check_key_and_value(key: torch.Tensor, value: torch.Tensor, call: Call) -> None:

@@ -22,7 +22,7 @@ from kitty_compile.kernels.ops import OpParameters
 from kitty_compile.passes.insert_nodes import Inserter, fake_mode_of
 from kitty_compile.passes.nodes import dtype, is_graph_input, is_static, sizes, value_of
 from kitty_compile.passes.records import AttentionMatch, MaskKind
-from kitty_compile.passes.rewrite_attention import LayerBinding
+from kitty_compile.passes.rewrite_attention import LayerBinding, positions_of
 
 _TABLE = "kitty_page_table"
 _FIELDS = tuple(name for name in LayerTensors._fields if name != "page_table")
@@ -113,12 +113,8 @@ class BufferBinder:
         insert(aten.copy_.default, lengths, insert(aten.expand.default, start, [match.batch]))
 
     def _first_position(self, match: AttentionMatch, insert: Inserter) -> fx.Node:
-        positions = match.update.positions
-        if isinstance(positions, fx.Node) and isinstance(value_of(positions), torch.Tensor):
-            flat = insert(aten.reshape.default, positions, [-1])
-            return insert(aten.select.int, flat, 0, 0)
-        device = value_of(match.key).device
-        return insert(aten.scalar_tensor.default, positions, dtype=torch.int64, device=device)
+        flat = insert(aten.reshape.default, positions_of(match, insert), [-1])
+        return insert(aten.select.int, flat, 0, 0)
 
 
 def owned_writes(match: AttentionMatch) -> tuple[fx.Node, ...]:

@@ -6,17 +6,25 @@ Before                                                        After
     return logits, full_k, full_v
 
 The graph no longer makes K and V of all columns: whoever runs it supplies what the caller expects in their places.
+
+    k_cache[:, :, pos] = k; v_cache[:, :, pos] = v              k_cache[:, :, pos] = k; v_cache[:, :, pos] = v
+    out = attention(q, k_cache, v_cache)                        out = kitty.attention(q, k, v, ..., positions=pos)
+
+A cache of fixed length, if that is asked for: its 16-bit buffers are written as before, and attention does not read them.
 """
 
 import dataclasses
 
+import torch
 from torch import fx
 
 from kitty_compile.passes.clean_up import clean_up
-from kitty_compile.passes.nodes import op_name
+from kitty_compile.passes.nodes import op_name, value_of
 from kitty_compile.passes.pipeline import Report
 from kitty_compile.passes.records import AttentionMatch, MaskKind
 from kitty_compile.passes.rewrite_attention import CallBinding, rewrite_attention
+
+_Pair = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +36,14 @@ class CallLayer:
         window: of a sliding layer, else None.
         kept: columns that the caller keeps of it; None for all.
         inputs: indices of past K and V among the graph's inputs; None when this is the first call.
-        outputs: indices of K and V among what the graph returned before.
+        outputs: indices of K and V among what the graph returned before; None for a static cache.
     """
 
     match: AttentionMatch
     window: int | None
     kept: int | None
     inputs: tuple[int, int] | None
-    outputs: tuple[int, int]
+    outputs: tuple[int, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +55,44 @@ class BoundCalls:
     num_outputs: int
     kept: dict[fx.Node, str]
 
+    @property
+    def is_static(self) -> bool:
+        return any(layer.outputs is None for layer in self.layers)
+
 
 class CallBinder:
-    """Takes layers whose K and V go in and out of the graph, all with the same padding."""
+    """Takes layers whose K and V go in and out of the graph, all with the same padding.
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    ``takes_static``: also those of caches of fixed length.
+    """
+
+    def __init__(self, gm: fx.GraphModule, *, takes_static: bool = False) -> None:
+        self.takes_static = takes_static
         self.inputs = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        returned = gm.graph.output_node().args[0]
-        self.outputs = {node: index for index, node in enumerate(returned) if isinstance(node, fx.Node)}  # type: ignore[arg-type]
+        returned: list[fx.Node] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        # What is returned twice could not be left out in one place.
+        self.outputs = {node: index for index, node in enumerate(returned) if returned.count(node) == 1}
         self.layers: list[CallLayer] = []
         self.padding: fx.Node | None = None
 
     def bind(self, match: AttentionMatch, mask: MaskKind) -> CallBinding | str:
+        places = self._static_places(match) if match.update.is_static else self._places(match, mask)
+        if isinstance(places, str):
+            return places
+        if self.layers and mask.padding is not self.padding:
+            return "its padding is not that of the layers before"
+        if self.layers and (places[1] is None) != (self.layers[0].outputs is None):
+            return "growing caches and caches of fixed length stand in one graph"
+        self.padding = mask.padding
+        self.layers.append(CallLayer(match, mask.window, match.update.kept, *places))
+        return CallBinding(len(self.layers) - 1, follows_positions=places[1] is None)
+
+    def _places(self, match: AttentionMatch, mask: MaskKind) -> tuple[_Pair | None, _Pair | None] | str:
+        """Where past K and V come in and K and V go out, or why that is not served."""
         update = match.update
-        if update.is_static:
-            return "a cache of fixed length has its memory already"
         full = (self._returned(update.key_full, update.kept), self._returned(update.value_full, update.kept))
-        if None in full:
-            return "no cache takes up its keys and values"
+        if full[0] is None or full[1] is None:
+            return "no cache takes up its keys and values: kitty_compile.apply(module, example_inputs=...) gives it one"
         past = (update.key_past, update.value_past)
         if any(node is not None and node not in self.inputs for node in past):
             return "the past is not an input of the graph"
@@ -72,13 +100,16 @@ class CallBinder:
             return "the caller keeps columns before heads"
         if mask.kind == "sliding" and update.kept not in (None, mask.window, (mask.window or 0) - 1):
             return f"a window of {mask.window} does not fit the {update.kept} columns that the caller keeps"
-        if self.layers and mask.padding is not self.padding:
-            return "its padding is not that of the layers before"
-        self.padding = mask.padding
         given = None if past[0] is None or past[1] is None else (self.inputs[past[0]], self.inputs[past[1]])
-        layer = CallLayer(match, mask.window, update.kept, given, (self.outputs[full[0]], self.outputs[full[1]]))  # type: ignore[index]
-        self.layers.append(layer)
-        return CallBinding(len(self.layers) - 1)
+        return given, (self.outputs[full[0]], self.outputs[full[1]])
+
+    def _static_places(self, match: AttentionMatch) -> tuple[_Pair | None, _Pair | None] | str:
+        update = match.update
+        if not self.takes_static:
+            return 'a cache of fixed length has its memory already: options={"static_cache": True} moves its attention'
+        if update.is_fresh or update.key_past not in self.inputs or update.value_past not in self.inputs:
+            return "its cache of fixed length is not an input of the graph"
+        return (self.inputs[update.key_past], self.inputs[update.value_past]), None
 
     def _returned(self, node: fx.Node, kept: int | None) -> fx.Node | None:
         """What the graph returns of ``node``: itself, or its newest columns."""
@@ -87,18 +118,31 @@ class CallBinder:
         return next((user for user in node.users if op_name(user) == "slice" and user in self.outputs), None)
 
 
-def bind_call(gm: fx.GraphModule, report: Report) -> BoundCalls:
+def bind_call(gm: fx.GraphModule, report: Report, *, takes_static: bool = False) -> BoundCalls:
     """Rewrite the graph in place; without a layer to serve it stays as it is."""
     output = gm.graph.output_node()
     returned = list(output.args[0])  # type: ignore[arg-type]
-    binder = CallBinder(gm)
+    binder = CallBinder(gm, takes_static=takes_static)
     rewrite = rewrite_attention(gm, report, binder)
-    dropped = {index for layer in binder.layers for index in layer.outputs}
+    dropped = {index for layer in binder.layers for index in layer.outputs or ()}
     stripped = [returned[index] for index in sorted(dropped)]
     output.args = (tuple(node for index, node in enumerate(returned) if index not in dropped),)
     # Slices that the caller kept; the others go with the attention that read them.
     unread = [node for node in stripped if not node.users and node not in rewrite.replaced]
     report.erased += clean_up(gm, [*rewrite.replaced, *unread])
     gm.recompile()
+    _check_unread(gm, binder)
     padding = None if binder.padding is None else binder.inputs[binder.padding]
     return BoundCalls(tuple(binder.layers), padding, len(returned), rewrite.kept)
+
+
+def _check_unread(gm: fx.GraphModule, binder: CallBinder) -> None:
+    """Nothing but sizes may be left to read of a past that is no longer there."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    for layer in binder.layers:
+        for index in () if layer.outputs is None else layer.inputs or ():
+            readers = [user for user in nodes[index].users if isinstance(value_of(user), torch.Tensor)]
+            if readers:
+                raise ValueError(
+                    f"keys and values must be read by attention alone, but {readers[0]} reads {nodes[index]}"
+                )

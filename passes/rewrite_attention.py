@@ -23,9 +23,10 @@ from torch import fx
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from kitty_compile.kernels import serving  # noqa: F401 (registers kitty::attention)
+from kitty_compile.kernels.layout import HEAD_DIM_ALIGNMENT, SUPPORTED_DTYPES
 from kitty_compile.kernels.ops import OpParameters
 from kitty_compile.passes.insert_nodes import Inserter
-from kitty_compile.passes.nodes import dtype, sizes
+from kitty_compile.passes.nodes import dtype, sizes, value_of
 from kitty_compile.passes.pipeline import Report
 from kitty_compile.passes.records import AttentionMatch, MaskKind
 
@@ -50,9 +51,13 @@ class LayerBinding:
 
 @dataclasses.dataclass(frozen=True)
 class CallBinding:
-    """The cache that serves the running call has the state, as its layer ``layer`` (see ``kernels/serving.py``)."""
+    """The cache that serves the running call has the state, as its layer ``layer`` (see ``kernels/serving.py``).
+
+    ``follows_positions``: the graph says at which columns of a static cache the call's own are.
+    """
 
     layer: int
+    follows_positions: bool = False
 
 
 class Binder(Protocol):
@@ -77,7 +82,7 @@ def rewrite_attention(gm: fx.GraphModule, report: Report, binder: Binder) -> Rew
     kept: dict[fx.Node, str] = {}
     with GraphTransformObserver(gm, "kitty_rewrite_attention"):
         for match in report.matches:
-            binding = binder.bind(match, report.mask_of(match))
+            binding = _unfit(match) or binder.bind(match, report.mask_of(match))
             if isinstance(binding, str):
                 kept[match.node] = binding
                 continue
@@ -87,6 +92,17 @@ def rewrite_attention(gm: fx.GraphModule, report: Report, binder: Binder) -> Rew
     return Rewrite(tuple(replaced), tuple(attends), kept)
 
 
+def _unfit(match: AttentionMatch) -> str | None:
+    """Why pages cannot hold the layer's keys and values, whoever binds them."""
+    for head_dim in (match.key_dim, match.value_dim):
+        if head_dim % HEAD_DIM_ALIGNMENT:
+            return f"head_dim must be a multiple of {HEAD_DIM_ALIGNMENT}, got {head_dim}"
+    kinds = dtype(match.key), dtype(match.value)
+    if kinds[0] not in SUPPORTED_DTYPES or kinds[0] != kinds[1]:
+        return f"keys and values must be both float16, bfloat16 or float32, got {kinds[0]} and {kinds[1]}"
+    return None
+
+
 def _replace(match: AttentionMatch, binding: LayerBinding | CallBinding) -> fx.Node:
     insert = Inserter(match.node)
     own, columns_dim = sizes(match.key), match.update.columns_dim
@@ -94,7 +110,7 @@ def _replace(match: AttentionMatch, binding: LayerBinding | CallBinding) -> fx.N
     wanted = (own[0], match.num_heads, own[columns_dim], match.key_dim)
     query = insert.cast(insert.reshape(match.query, wanted, known), dtype(match.key))
     key, value = (_by_heads(node, columns_dim, insert) for node in (match.key, match.value))
-    target, arguments = _call_of(match, binding)
+    target, arguments = _call_of(match, binding, insert)
     attend = insert(target, query, key, value, *arguments)
     output = insert.reshape(insert.cast(attend, dtype(match.node)), sizes(match.node), known)
     match.node.replace_all_uses_with(insert.lay_out_like(output, match.node))
@@ -102,14 +118,24 @@ def _replace(match: AttentionMatch, binding: LayerBinding | CallBinding) -> fx.N
 
 
 def _call_of(
-    match: AttentionMatch, binding: LayerBinding | CallBinding
+    match: AttentionMatch, binding: LayerBinding | CallBinding, insert: Inserter
 ) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
     """The operator, and its arguments behind query, key and value."""
     numbers = (match.scale, match.softcap or 0.0, match.sinks)
     if isinstance(binding, CallBinding):
-        return torch.ops.kitty.attention.default, (binding.layer, *numbers)
+        positions = positions_of(match, insert) if binding.follows_positions else None
+        return torch.ops.kitty.attention.default, (binding.layer, *numbers, positions)
     state = (binding.columns, binding.counts, *binding.state, list(binding.parameters))
     return torch.ops.kitty.attend.default, (*state, *numbers, binding.is_empty)
+
+
+def positions_of(match: AttentionMatch, insert: Inserter) -> fx.Node:
+    """Where a static update writes the call's columns, or the first of them: integers of any rank."""
+    positions = match.update.positions
+    if isinstance(positions, fx.Node) and isinstance(value_of(positions), torch.Tensor):
+        return positions
+    device = value_of(match.key).device
+    return insert(torch.ops.aten.scalar_tensor.default, positions, dtype=torch.int64, device=device)
 
 
 def _by_heads(node: fx.Node, columns_dim: int, insert: Inserter) -> fx.Node:

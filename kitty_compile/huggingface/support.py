@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -132,7 +132,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The module that runs the layers and takes the cache."""
     decoder = model.get_decoder()
     # Some classes call their head ``decoder``.
-    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    return decoder if isinstance(decoder, PreTrainedModel) else cast(PreTrainedModel, model.base_model)
 
 
 def cache_argument(module: torch.nn.Module) -> str:
