@@ -172,7 +172,7 @@ def step_seconds(model: Any, system: str, batch: int, length: int) -> float:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         seconds = wall_seconds(lambda: step(cache))
-        refusal = vars(model)["forward"].refusal
+        refusal = vars(model)["forward"].graph.refusal
         if refusal is not None:
             raise RuntimeError(f"the step must be captured, got {refusal}")
         return seconds

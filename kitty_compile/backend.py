@@ -105,13 +105,15 @@ def kitty(
         options: ``config`` (a ``KittyConfig`` or a preset's name), ``static_cache``, ``compiler``, and inductor's own.
     """
     settings = Options.of(mode, options)
+    if any(str(node.target).startswith("kitty.attention") for node in gm.graph.nodes):
+        # Traced from a model that was applied: every attention was accounted for then.
+        return _compile(gm, example_inputs, settings, is_served=True)
     normal, report = analyze(gm, example_inputs)
     guard_numbers(report)
     suspects = _possible_pasts(normal, example_inputs)
     bound = bind_call(normal, report, takes_static=settings.static_cache)
     _log(report, bound)
-    is_served = bool(bound.layers or report.fused)
-    compiled = _compile(normal, example_inputs, settings, is_served=is_served)
+    compiled = _compile(normal, example_inputs, settings, is_served=bool(bound.layers))
     kind = StaticCall if bound.is_static else CachedCall
     call = kind(compiled, bound, settings.config) if bound.layers else compiled
     taken = {index for layer in bound.layers for index in layer.inputs or ()}

@@ -45,6 +45,7 @@ class DecodeGraph:
         self._warm: tuple[Any, ...] | None = None
         self._recording: _Recorded | None = None
         self._context: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._started, self._length_reads = 0.0, 0
 
     def is_recorded(self, step: "Step") -> bool:
@@ -73,6 +74,7 @@ class DecodeGraph:
             static,
         )
         step.cache.use_call(static)
+        self._stream = torch.cuda.current_stream()
         # Streamers and data loaders may use the device from other threads meanwhile.
         self._context = torch.cuda.graph(self._recording.graph, capture_error_mode="thread_local")
         self._context.__enter__()
@@ -87,6 +89,8 @@ class DecodeGraph:
             context.__exit__(None, None, None)
         except RuntimeError as error:
             self.refuse(str(error).splitlines()[0])
+            # A recording that was broken off leaves its stream behind.
+            torch.cuda.set_stream(self._stream)  # type: ignore[arg-type]
         step.cache.rewind_host(step.call)
         if self.refusal is None and step.cache.num_length_reads != self._length_reads:
             self.refuse("the forward asks the cache for its length, which is not the same in the next step")

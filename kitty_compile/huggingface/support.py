@@ -145,7 +145,7 @@ def cache_argument(module: torch.nn.Module) -> str:
 
 
 def _support_of(index: int, kind: str, window: int | None, config: PreTrainedConfig) -> LayerSupport:
-    key_dim, value_dim, num_kv_heads = _head_shapes(config)
+    key_dim, value_dim, num_kv_heads = _head_shapes(config, kind)
     reason = UNSERVED_LAYER_TYPES.get(kind)
     if reason is None and kind not in LAYER_KINDS:
         reason = f"layers of type {kind!r} are not supported"
@@ -186,13 +186,16 @@ def _layer_configs(config: PreTrainedConfig, num_layers: int) -> list[PreTrained
     return [config] * num_layers if per_layer is None else list(per_layer)[:num_layers]
 
 
-def _head_shapes(config: PreTrainedConfig) -> tuple[int, int, int]:
+def _head_shapes(config: PreTrainedConfig, kind: str = "") -> tuple[int, int, int]:
     num_heads = int(getattr(config, "num_attention_heads", 0) or 0)
     if not num_heads:
         return 0, 0, 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    if kind == "sliding_attention" and config.model_type == "mimo_v2_flash":
+        # Written in the model's code alone.
+        num_kv_heads *= 2
     return int(head_dim), int(value_dim), int(num_kv_heads)
 
 
