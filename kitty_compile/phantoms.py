@@ -15,6 +15,7 @@ Elements are NaN, so that attention which does not know phantoms cannot go unnot
 import copy
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -73,10 +74,11 @@ class PhantomStore:
         size = len(shapes) * dtype.itemsize
         base = torch.full((-(-size // _SERIAL_BYTES) * _SERIAL_BYTES + _SERIAL_BYTES,), 255, dtype=torch.uint8)
         base[-_SERIAL_BYTES:].view(torch.int64).fill_(serial)
-        base = base.to(device)
+        base, owner = _owned(base.to(device))
         elements = base[:size].view(dtype)
-        columns = cache.columns
-        self._entries[_key(base)] = _Entry(StorageWeakRef(base.untyped_storage()), cache, columns, serial)
+        self._entries[_key(base)] = _Entry(StorageWeakRef(base.untyped_storage()), cache, cache.columns, serial)
+        # The pages go at once with the last phantom.
+        weakref.finalize(owner, self._entries.pop, _key(base), None)
         return [elements[index].expand(tuple(shape)) for index, shape in enumerate(shapes)]
 
     def resolve(self, phantoms: Sequence[torch.Tensor], columns: int | None) -> PagedCache:
@@ -124,6 +126,23 @@ class PhantomStore:
         entry = _Entry(StorageWeakRef(storage), cache, original.columns, next(self._serials))
         self._entries[_key(copied)] = entry
         return entry
+
+
+class _CudaOwner:
+    """What a storage on a CUDA device can be made to keep alive: anything that says where its memory is."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+        self.__cuda_array_interface__ = held.__cuda_array_interface__
+
+
+def _owned(held: torch.Tensor) -> tuple[torch.Tensor, object]:
+    """The same bytes in a storage whose end can be observed: an object that lives just as long."""
+    if held.device.type == "cpu":
+        array = held.numpy()
+        return torch.from_numpy(array), array
+    owner = _CudaOwner(held)
+    return torch.as_tensor(owner, device=held.device), owner
 
 
 def is_dense_phantom(tensor: torch.Tensor) -> bool:

@@ -67,15 +67,16 @@ def assert_close(actual, expected):
     assert error < 0.05, float(error)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-windowed", "gpt-oss"])
+# Raw pages: where a rounding flips a code of 2 bits, two correct runs part further than this test allows.
+@pytest.mark.parametrize("family", ["llama", "mistral-windowed", "qwen3"])
 def test_an_applied_model_decodes_in_one_graph_and_one_recording(family):
-    model = kitty_compile.apply(build(family))
+    model = kitty_compile.apply(build(family), "lossless")
     ids, mask = prompt(3, 60)
-    expected = steps(model, kitty_compile.KittyCache(model.config, max_length=512), ids, mask, 300)
+    expected = steps(model, kitty_compile.KittyCache(model.config, "lossless", max_length=512), ids, mask, 300)
     vars(model)["forward"].graph.num_captures = 0
     graphs = Graphs()
     model.compile(backend=graphs)
-    actual = steps(model, kitty_compile.KittyCache(model.config, max_length=512), ids, mask, 300)
+    actual = steps(model, kitty_compile.KittyCache(model.config, "lossless", max_length=512), ids, mask, 300)
     assert_close(actual, expected)
     graph = vars(model)["forward"].graph
     assert graph.refusal is None
@@ -83,7 +84,7 @@ def test_an_applied_model_decodes_in_one_graph_and_one_recording(family):
     assert not counters["graph_break"]
     # Another prompt, another batch of pools: compiled already, recorded once more.
     ids, mask = prompt(3, 200, seed=1)
-    steps(model, kitty_compile.KittyCache(model.config, max_length=512), ids, mask, 5)
+    steps(model, kitty_compile.KittyCache(model.config, "lossless", max_length=512), ids, mask, 5)
     assert (graphs.count, graph.num_captures) == (1, 2)
 
 
