@@ -13,17 +13,19 @@ OLD := $(VENV)/transformers-$(OLD_TRANSFORMERS)
 # With one thread per worker the workers do not fight for the cores.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --dist worksteal
+ZOO := OMP_NUM_THREADS=1 $(BIN)/python -m tests.zoo.run --jobs $(JOBS)
 
 # A machine with a GPU often brings its own torch: `make test-gpu GPU_PYTHON=python3` uses it and installs nothing.
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-unit test-hf test-slow test-gpu lint format types clean
+.PHONY: help demo test test-unit test-hf test-slow test-gpu zoo lint format types clean
 
 help:
 	@echo "make demo      chat with a real model on the 2-bit cache, on the CPU"
 	@echo "make test      the tests, on the current transformers and (Hugging Face tests) on $(OLD_TRANSFORMERS)"
 	@echo "make test-slow the tests that need the real model or minutes"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make zoo       every causal-LM class of both transformers, judged; writes docs/zoo.md"
 	@echo "make lint      ruff          make types  mypy          make format  ruff format"
 
 $(BIN)/python:
@@ -60,6 +62,10 @@ test-slow: $(DEMO)
 
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(DEV))
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -q -m gpu
+
+zoo: $(OLD)/.stamp
+	$(ZOO)
+	PYTHONPATH=$(CURDIR)/$(OLD) $(ZOO)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -73,7 +73,7 @@ def apply(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if _is_pretrained(model):
-        from kitty_compile import pretrained
+        from kitty_compile.huggingface import pretrained
 
         _check_no_capture(model, example_inputs, max_length)
         pretrained.attach(model, config, graphed=compile == "auto")  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def remove(model: Model) -> Model:
     """Undo ``apply`` on a transformers model; caches made meanwhile can no longer be used with its fused attention."""
     if isinstance(model, CachedModule):
         raise TypeError("model must be a transformers model, got a CachedModule: what it was made from is unchanged")
-    from kitty_compile import pretrained
+    from kitty_compile.huggingface import pretrained
 
     pretrained.detach(model)
     return model

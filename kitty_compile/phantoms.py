@@ -27,14 +27,24 @@ _SERIAL_BYTES = 8
 
 
 @dataclasses.dataclass
+class _Pages:
+    """A cache, and how many columns it held after which calls (by serial) that it has not gone back behind since."""
+
+    cache: PagedCache
+    columns: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def go_back(self, columns: int) -> None:
+        self.cache.crop(columns)
+        self.columns = {serial: held for serial, held in self.columns.items() if held <= columns}
+
+
+@dataclasses.dataclass
 class _Entry:
-    """The phantoms of one call: the cache behind them, and the columns that it held then."""
+    """The phantoms of one call."""
 
     storage: StorageWeakRef
-    cache: PagedCache
-    columns: int
+    pages: _Pages
     serial: int
-    is_stale: bool = False
 
 
 class PhantomStore:
@@ -58,7 +68,7 @@ class PhantomStore:
     def caches(self) -> list[PagedCache]:
         """The caches that phantoms keep alive."""
         self.sweep()
-        return list({id(entry.cache): entry.cache for entry in self._entries.values()}.values())
+        return [pages.cache for pages in self._held()]
 
     def sweep(self) -> None:
         """Let go of caches whose phantoms are gone."""
@@ -76,7 +86,9 @@ class PhantomStore:
         base[-_SERIAL_BYTES:].view(torch.int64).fill_(serial)
         base, owner = _owned(base.to(device))
         elements = base[:size].view(dtype)
-        self._entries[_key(base)] = _Entry(StorageWeakRef(base.untyped_storage()), cache, cache.columns, serial)
+        pages = next((pages for pages in self._held() if pages.cache is cache), None) or _Pages(cache)
+        pages.columns[serial] = cache.columns
+        self._entries[_key(base)] = _Entry(StorageWeakRef(base.untyped_storage()), pages, serial)
         # The pages go at once with the last phantom.
         weakref.finalize(owner, self._entries.pop, _key(base), None)
         return [elements[index].expand(tuple(shape)) for index, shape in enumerate(shapes)]
@@ -89,21 +101,18 @@ class PhantomStore:
         """
         self.sweep()
         entry = self._entry(phantoms)
-        columns = entry.columns if columns is None else columns
-        if entry.is_stale or columns > entry.columns:
-            raise ValueError(
-                "phantoms must be the newest of their cache, got some from before it was cropped and went on"
-            )
-        cache = entry.cache
-        if any(other.cache is cache and other.serial > entry.serial for other in self._entries.values()):
+        pages, most = entry.pages, entry.pages.columns.get(entry.serial)
+        columns = most if columns is None else columns
+        if most is None or columns is None or columns > most:
+            raise ValueError("phantoms must be the newest of their cache, got some from before it was cropped and went on")
+        if any(other.pages is pages and other.serial > entry.serial for other in self._entries.values()):
             # Somebody holds what came later.
-            cache = copy.deepcopy(cache)
-            entry.cache = cache
-        if columns < cache.columns:
-            cache.crop(columns)
-            for other in self._entries.values():
-                other.is_stale |= other.cache is cache and other.columns > columns
-        return cache
+            pages = entry.pages = _Pages(copy.deepcopy(pages.cache), {entry.serial: most})
+        if columns < pages.cache.columns:
+            pages.go_back(columns)
+            if columns < most:
+                pages.columns[entry.serial] = columns
+        return pages.cache
 
     def _entry(self, phantoms: Sequence[torch.Tensor]) -> _Entry:
         first = phantoms[0]
@@ -119,13 +128,17 @@ class PhantomStore:
         storage = copied.untyped_storage()
         held = torch.empty(0, dtype=torch.uint8, device=copied.device).set_(storage)
         serial = int(held[-_SERIAL_BYTES:].view(torch.int64)) if len(held) > _SERIAL_BYTES else 0
-        original = next((entry for entry in self._entries.values() if entry.serial == serial), None)
-        if original is None or original.is_stale:
-            raise ValueError("phantoms must be copied while the original is held, got a copy whose original is gone")
-        cache = copy.deepcopy(original.cache)
-        entry = _Entry(StorageWeakRef(storage), cache, original.columns, next(self._serials))
+        original = next((pages for pages in self._held() if serial in pages.columns), None)
+        if original is None:
+            raise ValueError("phantoms must be copied while their cache is held, got a copy whose original is gone")
+        fork = _Pages(copy.deepcopy(original.cache))
+        entry = _Entry(StorageWeakRef(storage), fork, next(self._serials))
+        fork.columns[entry.serial] = original.columns[serial]
         self._entries[_key(copied)] = entry
         return entry
+
+    def _held(self) -> list[_Pages]:
+        return list({id(entry.pages): entry.pages for entry in self._entries.values()}.values())
 
 
 class _CudaOwner:

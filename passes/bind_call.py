@@ -115,7 +115,15 @@ class CallBinder:
         """What the graph returns of ``node``: itself, or its newest columns."""
         if kept is None:
             return node if node in self.outputs else None
-        return next((user for user in node.users if op_name(user) == "slice" and user in self.outputs), None)
+        queue = [node]
+        while queue:
+            for user in queue.pop().users:
+                if op_name(user) != "slice":
+                    continue
+                if user in self.outputs:
+                    return user
+                queue.append(user)  # a slice of all rows comes first where sizes are symbolic
+        return None
 
 
 def bind_call(gm: fx.GraphModule, report: Report, *, takes_static: bool = False) -> BoundCalls:

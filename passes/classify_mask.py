@@ -57,7 +57,7 @@ def _without_mask(match: AttentionMatch, order: dict[fx.Node, int]) -> MaskKind:
         return MaskKind("causal")
     if match.num_columns != 1 or not is_static(sizes(match.key)[match.update.columns_dim]):
         raise NoMatchError("there is no mask: every column sees all others (bidirectional)")
-    if match.update.is_static and not _starts_empty(match, order):
+    if match.update.is_static and not match.stops_at_own and not _starts_empty(match, order):
         raise NoMatchError("there is no mask over a cache of fixed length: columns that are not written yet are seen")
     return MaskKind("causal")
 
@@ -102,10 +102,14 @@ class _Classifier:
         except NotCausalError as failure:
             if (size := self._chunk_size()) is not None:
                 raise NotCausalError(f"columns see their own chunk of {size} alone (chunked attention)") from failure
-            raise
+            if not any(tensor.dim() >= 2 for tensor in self.probe.subgraph.constants()):
+                raise
+        # Rows of a table that were moved beyond its edges say nothing.
+        return self._classify(may_move=False)
 
-    def _classify(self) -> MaskKind:
-        self.probe.moves_queries, self.probe.moves_keys = self._moves(queries=True), self._moves(keys=True)
+    def _classify(self, may_move: bool = True) -> MaskKind:
+        moves = (self._moves(queries=True), self._moves(keys=True)) if may_move else (False, False)
+        self.probe.moves_queries, self.probe.moves_keys = moves
         if not self.probe.moves_keys:
             # Nothing can be probed beyond the columns that are there.
             self._take(may_shrink=False)

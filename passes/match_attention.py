@@ -12,6 +12,7 @@ where keys and values come from. A softmax that no product of two activations fe
 
 import dataclasses
 import re
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,8 +36,10 @@ from kitty_compile.passes.nodes import (
     op_name,
     order_of,
     readers,
+    same_size,
     shape,
     sizes,
+    value_of,
     writers,
 )
 from kitty_compile.passes.records import (
@@ -52,7 +55,19 @@ from kitty_compile.passes.trace_axes import is_inert_dropout, source_of
 
 _SOFTMAXES = frozenset({"softmax", "_softmax", "_safe_softmax", "special_softmax"})
 _WEIGHTS_PASS = frozenset(
-    {"to", "_to_copy", "type_as", "contiguous", "clone", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "dropout"}
+    {
+        "to",
+        "_to_copy",
+        "type_as",
+        "contiguous",
+        "clone",
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "unflatten",
+        "dropout",
+    }
 )
 # Operators that attend but hide how; models have a switch that avoids them.
 _OPAQUE = re.compile(
@@ -241,7 +256,15 @@ def _assemble(node: fx.Node, scores: Scores, is_causal: bool, idiom: str, order:
         value_dim=value.head_dim,
         numbers=scores.numbers,
         idiom=idiom,
+        stops_at_own=_stops_at_own(operands, matched.update, own_columns),
     )
+
+
+def _stops_at_own(operands: Operands, update: KVUpdate, own_columns: Any) -> bool:
+    """Does attention read ``cache[: start + t]`` where the call writes ``cache[start : start + t]``?"""
+    start = value_of(update.positions) if isinstance(update.positions, fx.Node) else update.positions
+    read = sizes(operands.key)[-1 if operands.key_is_transposed else -2]
+    return update.kind == "slice" and isinstance(start, int | torch.SymInt) and same_size(read, start + own_columns)
 
 
 def _uncast(query: fx.Node, wanted: torch.dtype) -> fx.Node:

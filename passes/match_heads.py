@@ -15,7 +15,17 @@ from torch import fx
 
 from kitty_compile.passes.evaluate import number_of
 from kitty_compile.passes.match_kv_update import is_update
-from kitty_compile.passes.nodes import NoMatchError, arguments, hint, is_graph_input, op_name, same_size, shape, sizes
+from kitty_compile.passes.nodes import (
+    NoMatchError,
+    arguments,
+    hint,
+    is_graph_input,
+    is_static,
+    op_name,
+    same_size,
+    shape,
+    sizes,
+)
 from kitty_compile.passes.trace_axes import Axes, Factor, follow, fuse, label, source_of
 
 Order = dict[fx.Node, int]
@@ -200,7 +210,8 @@ def match_queries(operands: Operands, key: KeyHeads, value: KeyHeads, own_column
     if num_heads % key.num_kv_heads:
         raise NoMatchError(f"{num_heads} query heads do not share {key.num_kv_heads} KV heads evenly")
     if num_columns > 1 and (not is_plain or is_broadcast):
-        _check_packing(operands.query, (key.batch, num_heads, num_columns, head_dim), key.num_kv_heads, order)
+        expected = (key.batch, num_heads, num_columns, head_dim)
+        _check_packing(operands.query, expected, own_columns, key.num_kv_heads, order)
     return QueryHeads(num_heads, num_columns)
 
 
@@ -213,15 +224,18 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ..
     return tuple(max(a, b) for a, b in zip(*padded, strict=True))
 
 
-def _check_packing(operand: fx.Node, expected: tuple[int, int, int, int], num_kv_heads: int, order: Order) -> None:
+def _check_packing(
+    operand: fx.Node, expected: tuple[int, int, int, int], own_columns: object, num_kv_heads: int, order: Order
+) -> None:
     """Packed or grouped queries must stand head by head, each with its columns one after another."""
     batch, num_heads, num_columns, head_dim = expected
-    if num_columns in (num_heads, num_kv_heads, num_heads // num_kv_heads):
+    # A symbol tells columns from heads even where there are as many.
+    if is_static(own_columns) and num_columns in (num_heads, num_kv_heads, num_heads // num_kv_heads):
         raise NoMatchError(f"queries are packed, and {num_columns} may count their columns as well as heads")
     chain, _ = _upstream(operand, order)
     for index, node in enumerate(chain):
         for names, sizes_expected in (("bhtd", expected), ("bthd", (batch, num_columns, num_heads, head_dim))):
-            if shape(node) != sizes_expected:
+            if shape(node) != sizes_expected or not same_size(sizes(node)[names.index("t")], own_columns):
                 continue
             axes = label(names, node)
             for step in reversed(chain[:index]):

@@ -232,10 +232,22 @@ def _match_index_put(write: fx.Node, named: dict[str, object], past: fx.Node, co
         raise NoMatchError(f"{write} writes each row at places of its own")
     if named["accumulate"] or len(shape(positions)) > 1:
         raise NoMatchError(f"{write} does not write the new columns one after another")
-    new = cast(fx.Node, named["values"])
-    if len(shape(new)) != 4:
+    new = _before_ones_went(cast(fx.Node, named["values"]))
+    written = [size for dim, size in enumerate(shape(past)) if dim != columns_dim]
+    if len(shape(new)) != 4 or [size for dim, size in enumerate(shape(new)) if dim != columns_dim] != written:
         raise NoMatchError(f"{write} writes one value to many places")
     return _Side("index_put", new, past, positions, write=write)
+
+
+def _before_ones_went(values: fx.Node) -> fx.Node:
+    """The tensor that was assigned: ``cache[:, :, positions] = k`` takes off leading dimensions of size one."""
+    while len(shape(values)) < 4 and op_name(values) in ("view", "reshape", "squeeze"):
+        source = cast(fx.Node, values.args[0])
+        ones = len(shape(source)) - len(shape(values))
+        if ones < 1 or shape(source) != (1,) * ones + shape(values):
+            break
+        values = source
+    return values
 
 
 def _match_slice_write(buffer: fx.Node, write: fx.Node, named: dict[str, object], columns_dim: int) -> _Side:

@@ -20,6 +20,7 @@ from kitty_compile.passes.nodes import (
     constant_of,
     is_alias,
     is_pointwise,
+    is_written,
     op_name,
     shape,
     value_of,
@@ -284,7 +285,7 @@ def _read_sinks(node: fx.Node, above: _Above) -> tuple[fx.Node, _Above]:
         if source is None or op_name(sinks) == "transpose":
             raise NoMatchError("the sinks are not one logit per head")
         sinks = source
-    if shape(sinks) != (num_heads,) or _head_dimension(parts[1]) != 1:
+    if shape(sinks) != (num_heads,) or (num_heads > 1 and _head_dimension(parts[1]) != 1):
         raise NoMatchError("the sinks are not one logit per head")
     return parts[0], dataclasses.replace(above, sinks=sinks)
 
@@ -307,12 +308,15 @@ def reaches_product(node: fx.Node, depth: int = 24) -> bool:
 
 
 def is_product_of_activations(node: fx.Node) -> bool:
-    """Does neither factor come straight from a parameter, as in a projection or a router?"""
+    """Does neither factor come straight from a parameter or a fixed buffer, as in a projection or a router?
+
+    A buffer that the graph writes to is a cache.
+    """
     operands = node.all_input_nodes[-2:] if op_name(node) == "baddbmm" else node.all_input_nodes
     for operand in operands:
         root: fx.Node | None = operand
         while root is not None:
-            if constant_of(root) is not None:
+            if constant_of(root) is not None and not is_written(root):
                 return False
             root = source_of(root)
     return True

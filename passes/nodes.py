@@ -175,6 +175,12 @@ def writers(node: fx.Node, order: dict[fx.Node, int], before: fx.Node, after: fx
     return sorted(found, key=order.__getitem__)
 
 
+def is_written(node: fx.Node) -> bool:
+    """Does any call of the graph write to ``node`` or to a view of it?"""
+    order = order_of(node.graph)
+    return bool(writers(node, order, before=node.graph.output_node()))
+
+
 def module_path(node: fx.Node) -> str:
     """Dotted path of the innermost module that a node comes from, "" when the front end kept none."""
     stack = node.meta.get("nn_module_stack")

@@ -150,14 +150,13 @@ class ColumnPlacer:
         self, frame: Frame, roles: Roles, setting: Setting, num_columns: int | None, past: int | None
     ) -> Frame | None:
         """The frame of a setting, if paddings keep as many columns beside the call's as they had."""
+        past = frame.past if past is None else past
+        num_columns = frame.num_columns if num_columns is None else num_columns
         keys = sizes(self.match.update.key_full)[self.match.update.columns_dim]
-        resized = Frame(
-            setting,
-            frame.past if past is None else past,
-            frame.num_columns if num_columns is None else num_columns,
-            self.match.num_keys if is_static(keys) else setting.size(keys),
-            frame.is_static,
-        )
+        num_keys = self.match.num_keys if is_static(keys) else setting.size(keys)
+        if self.match.stops_at_own:
+            num_keys = past + num_columns
+        resized = Frame(setting, past, num_columns, num_keys, frame.is_static)
         for node in roles.padding:
             width, before = sizes(node)[1], hint(sizes(node)[1])
             spare = before - self.match.num_columns - frame.past if not frame.setting.symbols else None

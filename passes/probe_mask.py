@@ -185,6 +185,8 @@ class MaskProbe:
             # A single new column needs no arange: then the length itself says where it stands.
             moved = 0 if self._counts_own else int(shift(columns)[0])
             return torch.full(size, frame.past + moved, dtype=fake.dtype)
+        if size[-1:] != [frame.num_columns]:
+            raise NoMatchError(f"{node} has not a position for each column of the call")
         return (columns + shift(columns)).to(fake.dtype).expand(size).clone()
 
     def _spread(self, visible: torch.Tensor, scores: fx.Node, frame: Frame) -> torch.Tensor:

@@ -64,6 +64,7 @@ class AttentionMatch:
         masks: all of them hold; ``is_causal`` is SDPA's flag beside them.
         sinks: one logit per query head that joins the softmax, [query heads].
         num_columns: T; num_keys: columns of K that attention reads (sizes of the traced call).
+        stops_at_own: of a static cache, attention reads the columns up to the call's last one, in every call.
         numbers: nodes whose values were read as numbers: they must not change between calls.
     """
 
@@ -88,6 +89,7 @@ class AttentionMatch:
     value_dim: int
     numbers: tuple[fx.Node, ...] = ()
     idiom: str = ""
+    stops_at_own: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

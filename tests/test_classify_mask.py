@@ -80,6 +80,16 @@ def test_a_buffer_is_read():
     assert kind_of("dynamo", layer, dynamic=True) == MaskKind("causal")
 
 
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_buffer_is_read_at_positions_beside_a_constant(front_end):
+    # Keys are not counted here, and rows that are moved beyond the table's edges say nothing.
+    def layer(layer, q, k, v):
+        rows = layer.tril[0, 0][torch.arange(q.shape[2]), : q.shape[2]]
+        return attend(q, k, v, rows.repeat(3, 1).view(3, *rows.shape)[0] == 1)
+
+    assert kind_of(front_end, layer) == MaskKind("causal")
+
+
 def after_past(t, past):
     return torch.arange(past + t) <= torch.arange(t)[:, None] + past
 
@@ -150,6 +160,34 @@ def test_a_window_by_tril_beyond_the_call_is_grown_to_or_refused():
     fixed = kind_of("dynamo", reading(mask))
     assert isinstance(fixed, MaskRefusal)
     assert "constant 100" in fixed.reason
+
+
+@pytest.mark.parametrize(("start", "dynamic"), [(5, False), (9, True)])
+@pytest.mark.parametrize(("beyond", "is_causal"), [(0, True), (1, False), (-1, False)])
+def test_one_query_over_the_written_part_of_a_cache_needs_no_mask(start, dynamic, beyond, is_causal):
+    # Meta's Llama masks prompts alone.
+    def layer(layer, q, k, v, cache_k, cache_v, start):
+        stop = start + 1
+        cache_k[:, :, start:stop], cache_v[:, :, start:stop] = k, v
+        return attend(q, cache_k[:, :, : stop + beyond], cache_v[:, :, : stop + beyond])
+
+    caches = [torch.zeros(2, 2, 64, 16) for _ in range(2)]
+    kind = kind_of("dynamo", layer, *caches, start, columns=1, dynamic=dynamic)
+    assert isinstance(kind, MaskKind) == is_causal
+    assert is_causal or "not written yet" in kind.reason
+
+
+def test_a_window_beside_a_buffer_is_grown_to_where_a_part_of_the_cache_is_read():
+    def layer(layer, q, k, v, cache_k, cache_v, start):
+        stop = start + q.shape[2]
+        cache_k[:, :, start:stop], cache_v[:, :, start:stop] = k, v
+        queries = torch.arange(q.shape[2])[:, None] + start
+        rows = layer.tril[0, 0][queries[:, 0], :stop] == 1
+        return attend(q, cache_k[:, :, :stop], cache_v[:, :, :stop], rows & (torch.arange(stop) > queries - 40))
+
+    caches = [torch.zeros(2, 2, 64, 16) for _ in range(2)]
+    kind = kind_of("dynamo", layer, *caches, 9, columns=7, dynamic=True)
+    assert (kind.kind, kind.window) == ("sliding", 40)
 
 
 def test_a_window_in_a_buffer_beyond_the_call_is_grown_to_or_refused():
@@ -229,6 +267,18 @@ def test_padding_is_named(mask, front_end, dtype):
     assert kind.kind == "causal"
     assert kind.padding.op == "placeholder"
     assert kind.padding.meta["val"].shape == (2, 7)
+
+
+def test_padding_of_many_columns_whose_sizes_hang_together_in_no_symbol():
+    held, x = torch.ones(2, 200, dtype=torch.int64), hidden(columns=200)
+    torch._dynamo.mark_dynamic(x, 1)
+    torch._dynamo.mark_dynamic(held, 1)
+
+    def mask(t, held):
+        return by_comparison(t) & held[:, None, None, :t].bool()
+
+    kind = classified(capture("dynamo", Stack(reading(mask)), x, held, dynamic=None))
+    assert (kind.kind, kind.padding is not None) == ("causal", True)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

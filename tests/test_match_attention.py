@@ -86,11 +86,15 @@ def two_masks(layer, q, k, v):
 
 
 def sinks(layer, q, k, v):
-    scores = product(q, k) * 0.25 + additive(q)
+    return sinks_of_any_heads(layer, q, repeat_kv(k, 2), repeat_kv(v, 2))
+
+
+def sinks_of_any_heads(layer, q, k, v):
+    scores = q @ k.transpose(-1, -2) * 0.25 + additive(q)
     sink = layer.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
     combined = torch.cat([scores, sink], dim=-1)
     combined = combined - combined.max(dim=-1, keepdim=True).values
-    return combined.softmax(-1)[..., :-1] @ repeat_kv(v, 2)
+    return combined.softmax(-1)[..., :-1] @ v
 
 
 def folded(layer, q, k, v):
@@ -105,6 +109,12 @@ def folded_baddbmm(layer, q, k, v):
     key, value = repeat_kv(k, 2).reshape(b * h, t, d), repeat_kv(v, 2).reshape(b * h, t, d)
     scores = torch.baddbmm(torch.zeros(b * h, t, t), q.reshape(b * h, t, d), key.mT, beta=0, alpha=0.25)
     return torch.bmm((scores.view(b, h, t, t) + additive(q)).softmax(-1).view(b * h, t, t), value)
+
+
+def folded_by_flatten(layer, q, k, v):
+    key, value = repeat_kv(k, 2).flatten(0, 1), repeat_kv(v, 2).flatten(0, 1)
+    scores = torch.bmm(q.flatten(0, 1), key.mT).unflatten(0, q.shape[:2]) * 0.25 + additive(q)
+    return torch.bmm(scores.softmax(-1).flatten(0, 1), value).unflatten(0, q.shape[:2])
 
 
 def einsum(layer, q, k, v):
@@ -170,6 +180,7 @@ IDIOMS = [
     sinks,
     folded,
     folded_baddbmm,
+    folded_by_flatten,
     einsum,
     einsum_of_transposed_keys,
     repeat_interleave,
@@ -203,6 +214,20 @@ def test_idiom_is_matched_with_symbolic_sizes(attend):
     torch.testing.assert_close(recorded, actual, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("columns", [2, 4])
+@pytest.mark.parametrize("attend", [grouped, packed], ids=lambda function: function.__name__)
+def test_as_many_columns_as_heads_are_told_apart_by_their_symbol(attend, columns):
+    x = hidden(columns=columns)
+    torch._dynamo.mark_dynamic(x, 1)
+    (graph,) = capture_dynamo(Stack(attend), x, dynamic=None)
+    (match,) = match_attention(graph.gm)
+    assert isinstance(match, AttentionMatch), match
+    assert (match.num_heads, match.num_kv_heads, match.num_columns) == (4, 2, columns)
+    torch.testing.assert_close(*replay(graph, match), rtol=1e-4, atol=1e-5)
+    failure = match_attention(capture("dynamo", Stack(attend), x.clone()).gm)[0]
+    assert "as well as heads" in failure.reason
+
+
 def test_scale_softcap_and_sinks_are_numbers_and_inputs():
     by_name = {attend.__name__: match_attention(capture("dynamo", Stack(attend), hidden()).gm)[0] for attend in IDIOMS}
     assert {by_name[name].scale for name in ("eager_mul", "eager_div", "scale_on_key", "folded_baddbmm")} == {0.25}
@@ -225,6 +250,13 @@ def test_mha_mqa_and_gqa(heads, kv_heads, front_end):
     graph = capture(front_end, Stack(attend, heads=heads, kv_heads=kv_heads), hidden())
     (match,) = match_attention(graph.gm)
     assert (match.num_heads, match.num_kv_heads) == (heads, kv_heads)
+    torch.testing.assert_close(*replay(graph, match), rtol=1e-4, atol=1e-5)
+
+
+def test_the_sinks_of_a_single_head():
+    graph = capture("dynamo", Stack(sinks_of_any_heads, heads=1, kv_heads=1), hidden())
+    (match,) = match_attention(graph.gm)
+    assert match.sinks.meta["val"].shape == (1,)
     torch.testing.assert_close(*replay(graph, match), rtol=1e-4, atol=1e-5)
 
 

@@ -84,6 +84,16 @@ def score_by_relu(layer, q, k, v):
     return (product(q, k) * 0.25).relu().softmax(-1) @ repeat_kv(v, 2)
 
 
+def weights_second(layer, q, k, v):
+    weights = (product(q, k) + additive(q)).softmax(-1)
+    return (repeat_kv(v, 2).mT @ weights.mT).mT
+
+
+def weights_second_in_einsum(layer, q, k, v):
+    weights = (product(q, k) + additive(q)).softmax(-1)
+    return torch.einsum("bhkd,bhqk->bhqd", repeat_kv(v, 2), weights)
+
+
 def einsum_of_rows(layer, q, k, v):
     scores = torch.einsum("bhqd,bhkd->bhkq", q, repeat_kv(k, 2)) * 0.25
     return torch.einsum("bhkq,bhkd->bhqd", scores.softmax(-1), repeat_kv(v, 2))
@@ -105,6 +115,8 @@ REFUSED = {
     scaled_values: "values are scaled",
     score_by_relu: "pass through relu",
     einsum_of_rows: "einsum",
+    weights_second: "pass through mT|not the first factor",
+    weights_second_in_einsum: "not the first factor",
 }
 
 

@@ -186,6 +186,55 @@ def test_a_buffer_of_the_module_is_found():
         assert match.update.kind == "index_put"
 
 
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_eager_attention_over_a_buffer_of_the_module(front_end):
+    """The scores are a product with a buffer, which is no weight if the call writes to it."""
+
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = Stack(self.attend, kv_heads=4)
+            self.register_buffer("cache_k", torch.zeros(2, 4, LENGTH, 16), persistent=False)
+            self.register_buffer("cache_v", torch.zeros(2, 4, LENGTH, 16), persistent=False)
+
+        def attend(self, layer, q, k, v):
+            self.cache_k[:, :, 5:8], self.cache_v[:, :, 5:8] = k, v
+            scores = q @ self.cache_k[:, :, :8].mT * 0.25
+            return scores.masked_fill(~causal(3, 8), -torch.inf).softmax(-1) @ self.cache_v[:, :, :8]
+
+        def forward(self, x):
+            return self.stack(x)
+
+    (match,) = match_attention(capture(front_end, Cached(), hidden(columns=3)).gm)
+    assert isinstance(match, AttentionMatch), match
+    assert match.update.kind == "slice"
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 2), (2, 1), (1, 1)])
+def test_index_put_takes_off_leading_ones(front_end, batch, kv_heads):
+    caches = [torch.zeros(batch, kv_heads, LENGTH, 16) for _ in range(2)]
+
+    def attend(layer, q, k, v, cache_k, cache_v, positions):
+        cache_k[:, :, positions], cache_v[:, :, positions] = k, v
+        return sdpa(q, cache_k, cache_v, torch.arange(LENGTH) <= positions[:, None], enable_gqa=True)
+
+    graph = capture(front_end, Stack(attend, kv_heads=kv_heads), hidden(batch, columns=3), *caches, positions())
+    (match,) = match_attention(graph.gm)
+    assert isinstance(match, AttentionMatch), match
+    assert match.key.meta["val"].shape == (batch, kv_heads, 3, 16)
+    torch.testing.assert_close(*replay(graph, match), rtol=1e-4, atol=1e-5)
+
+
+def test_index_put_of_one_head_to_many_is_refused():
+    def attend(layer, q, k, v, cache_k, cache_v, positions):
+        cache_k[:, :, positions], cache_v[:, :, positions] = k[:, :1], v[:, :1]
+        return attend_masked(q, cache_k, cache_v, torch.arange(LENGTH) <= positions[:, None])
+
+    _, failure = match_of("dynamo", attend, *buffers(), positions())
+    assert "one value to many places" in failure.reason
+
+
 def test_a_buffer_made_in_the_call_is_fresh():
     def attend(layer, q, k, v, where):
         return index_copy(layer, q, k, v, torch.zeros(2, 2, LENGTH, 16), torch.zeros(2, 2, LENGTH, 16), where)

@@ -101,13 +101,25 @@ def test_deep_copies_fork():
     assert store.resolve(phantoms, 20) is cache
 
 
+def test_a_deep_copy_outlives_the_call_that_it_copied():
+    store, cache = PhantomStore(), filled()
+    phantoms = make(store, cache)
+    copies = copy.deepcopy(phantoms)
+    feed(cache, 5, seed=1)
+    newer = make(store, cache)
+    del phantoms
+    fork = store.resolve(copies, 20)
+    assert (fork.columns, cache.columns) == (20, 25)
+    assert store.resolve(newer, 25) is cache
+
+
 def test_a_copy_of_what_is_gone_is_refused():
     store = PhantomStore()
     phantoms = make(store, filled())
     copies = copy.deepcopy(phantoms)
     del phantoms
     gc.collect()
-    with pytest.raises(ValueError, match="while the original is held"):
+    with pytest.raises(ValueError, match="while their cache is held"):
         store.resolve(copies, 20)
 
 

@@ -129,6 +129,14 @@ def test_a_static_cache_is_replaced():
         cached(IDS[:, :1], torch.tensor([20]))
 
 
+def test_a_static_cache_of_one_row():
+    model, oracle = make_transformer(1, LENGTH), make_transformer(1, LENGTH)
+    cached = attach_cache(model, (IDS[:1, :12], torch.arange(12)), "lossless", max_length=64)
+    for start, stop in ((0, 20), (20, 21), (21, 40)):
+        arguments = IDS[:1, start:stop], torch.arange(start, stop)
+        torch.testing.assert_close(cached(*arguments), whole(oracle, *arguments), rtol=1e-4, atol=1e-4)
+
+
 def test_it_compiles():
     model = make_gpt()
     cached = attach_cache(model, (IDS[:, :12],), "lossless", max_length=LENGTH)

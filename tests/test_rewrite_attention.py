@@ -155,6 +155,23 @@ def test_a_free_batch_is_kept():
     assert list(rewrite.kept.values()) == ["buffers need a fixed batch"]
 
 
+@pytest.mark.parametrize(
+    ("dim", "dtype", "reason"),
+    [
+        (24, torch.float32, "multiple of 16, got 24"),
+        (16, torch.float64, "both float16, bfloat16 or float32, got torch.float64"),
+    ],
+)
+def test_what_pages_cannot_hold_is_kept(dim, dtype, reason):
+    model = Stack(sdpa_causal, dim=dim).to(dtype)
+    (graph,) = capture_dynamo(model, hidden().to(dtype))
+    gm, report, rewrite, _ = rewritten(graph)
+    assert report.rewritten == 0
+    assert [reason in kept for kept in rewrite.kept.values()] == [True]
+    with torch.no_grad():
+        torch.testing.assert_close(gm(*graph.inputs)[0], model(hidden().to(dtype))[0])
+
+
 def test_some_layers_may_be_kept():
     class Every:
         def __init__(self, binder):

@@ -32,7 +32,6 @@ UNSERVED_LAYER_TYPES = {
 UNSERVED_MODELS = {
     "diffllama": "differential attention, which splits its values behind the cache, is not supported",
     "doge": "a mask that depends on the values is not supported",
-    "dory": "layers that run in loops are not supported",
     "git": "an image prefix, which is attended in both directions, is not supported",
     "hrm_text": "layers that run in loops are not supported",
     "moshi": "a window in the cache that the mask knows nothing of is not supported",
@@ -67,6 +66,8 @@ def config_refusal(config: PreTrainedConfig) -> str | None:
         return "cross attention is not supported"
     if getattr(config, "kv_lora_rank", None) is not None:
         return "multi-head latent attention (kv_lora_rank) keeps no keys and values per head"
+    if getattr(config, "n_recurrent_loops", 1) > 1:
+        return "layers that run in loops, with a cache for each, are not supported"
     if getattr(config, "num_kv_shared_layers", None):
         return "layers that share keys and values (num_kv_shared_layers) are not supported"
     # "vision" is said of image tokens alone, whose masks are refused where they come up.
@@ -192,7 +193,9 @@ def _head_shapes(config: PreTrainedConfig, kind: str = "") -> tuple[int, int, in
         return 0, 0, 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     value_dim = getattr(config, "v_head_dim", None) or head_dim
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    # Falcon names one KV head by a flag, and repeats what it has in its newer form.
+    is_multi_query = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or (1 if is_multi_query else num_heads)
     if kind == "sliding_attention" and config.model_type == "mimo_v2_flash":
         # Written in the model's code alone.
         num_kv_heads *= 2
