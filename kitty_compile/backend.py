@@ -16,7 +16,7 @@ from torch._dynamo import OptimizedModule
 from kitty_compile.cached_call import STORE, CachedCall
 from kitty_compile.config import KittyConfig, resolve_config
 from kitty_compile.passes.bind_call import BoundCalls, bind_call
-from kitty_compile.passes.pipeline import Report, analyze, guard_numbers
+from kitty_compile.passes.pipeline import Report, analyze, dump, guard_numbers
 from kitty_compile.static_call import StaticCall
 
 logger = logging.getLogger(__name__)
@@ -111,28 +111,37 @@ def kitty(
     normal, report = analyze(gm, example_inputs)
     guard_numbers(report)
     suspects = _possible_pasts(normal, example_inputs)
-    bound = bind_call(normal, report, takes_static=settings.static_cache)
+    if _wants_gradients(example_inputs):
+        bound = BoundCalls((), None, 0, {match.node: "gradients do not go through pages" for match in report.matches})
+    else:
+        bound = bind_call(normal, report, takes_static=settings.static_cache)
+    dump(normal, "after_bind_call")
     _log(report, bound)
     compiled = _compile(normal, example_inputs, settings, is_served=bool(bound.layers))
     kind = StaticCall if bound.is_static else CachedCall
     call = kind(compiled, bound, settings.config) if bound.layers else compiled
     taken = {index for layer in bound.layers for index in layer.inputs or ()}
     rest = [index for index in suspects if index not in taken]
-    return _Guarded(call, rest, report) if rest else call
+    return _Guarded(call, rest, _reasons(report, bound)) if rest else call
+
+
+def _wants_gradients(example_inputs: Sequence[Any]) -> bool:
+    tensors = (value for value in example_inputs if isinstance(value, torch.Tensor))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class _Guarded:
     """Keeps phantoms out of attentions that do not know them."""
 
-    def __init__(self, call: Callable[..., Any], suspects: Sequence[int], report: Report) -> None:
-        self.call, self.suspects, self.report = call, suspects, report
+    def __init__(self, call: Callable[..., Any], suspects: Sequence[int], reasons: Sequence[str]) -> None:
+        self.call, self.suspects = call, suspects
+        self.reasons = reasons or ["no attention reads it"]
 
     def __call__(self, *inputs: Any) -> Any:
         for index in self.suspects:
             if STORE.holds(inputs[index]):
-                reasons = {failure.reason for failure in self.report.failures} or {"no attention reads it"}
                 raise ValueError(
-                    f"a cache on 2-bit pages must be read by what was rewritten, got: {'; '.join(reasons)}"
+                    f"a cache on 2-bit pages must be read by what was rewritten, got: {'; '.join(self.reasons)}"
                 )
         return self.call(*inputs)
 
@@ -173,10 +182,13 @@ def _compile(
 _logged: set[str] = set()
 
 
+def _reasons(report: Report, bound: BoundCalls) -> list[str]:
+    return sorted({failure.reason for failure in report.failures} | set(bound.kept.values()))
+
+
 def _log(report: Report, bound: BoundCalls) -> None:
     """Say once why attentions stay as they are, and that a static cache saves nothing."""
-    reasons = {failure.reason for failure in report.failures} | set(bound.kept.values())
-    messages = [f"an attention stays as it is: {reason}" for reason in sorted(reasons)]
+    messages = [f"an attention stays as it is: {reason}" for reason in _reasons(report, bound)]
     if bound.is_static:
         messages.append("the 16-bit buffers of the static cache stay: its pages come on top of their memory")
     for message in messages:

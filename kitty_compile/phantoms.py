@@ -104,7 +104,9 @@ class PhantomStore:
         pages, most = entry.pages, entry.pages.columns.get(entry.serial)
         columns = most if columns is None else columns
         if most is None or columns is None or columns > most:
-            raise ValueError("phantoms must be the newest of their cache, got some from before it was cropped and went on")
+            raise ValueError(
+                "phantoms must be the newest of their cache, got some from before it was cropped and went on"
+            )
         if any(other.pages is pages and other.serial > entry.serial for other in self._entries.values()):
             # Somebody holds what came later.
             pages = entry.pages = _Pages(copy.deepcopy(pages.cache), {entry.serial: most})

@@ -47,8 +47,10 @@ def normalize(gm: fx.GraphModule, example_inputs: Sequence[object]) -> fx.GraphM
 
 def _retrace(gm: fx.GraphModule) -> fx.GraphModule:
     fakes = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
-    # Not the mode of the tracing context: within a backend that is a new one, and modes do not mix.
-    modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
+    # Not the mode of the tracing context: within a backend that is a new one, and modes do not mix. A graph without inputs,
+    # of the tensors that a call makes from nothing, has it in its nodes.
+    values = (value_of(node) for node in gm.graph.nodes)
+    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
     if not modes:
         raise ValueError("gm must come with fake values of its inputs, got a graph that was not captured by Dynamo")
     run = fx.Interpreter(gm).run

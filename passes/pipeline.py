@@ -150,12 +150,12 @@ def run(passes: Sequence[Pass], work: Work) -> None:
     """Run passes in order, with times, log and dumps."""
     for step in passes:
         name = step.__name__.lstrip("_")
-        _dump(work.gm, f"before_{name}")
+        dump(work.gm, f"before_{name}")
         start = time.perf_counter()
         step(work)
         work.report.seconds[name] = work.report.seconds.get(name, 0.0) + time.perf_counter() - start
         logger.debug("%s took %.3f s", name, work.report.seconds[name])
-        _dump(work.gm, f"after_{name}")
+        dump(work.gm, f"after_{name}")
     logger.info("attentions: %s", work.report.counts)
     for failure in work.report.failures:
         logger.info("%s at %s is refused: %s", failure.node, failure.module_path or "the top", failure.reason)
@@ -180,7 +180,8 @@ def guard_numbers(report: Report) -> int:
     return guarded
 
 
-def _dump(gm: fx.GraphModule, label: str) -> None:
+def dump(gm: fx.GraphModule, label: str) -> None:
+    """Write the graph to the folder that ``KITTY_COMPILE_DUMP`` names, if it does."""
     if folder := os.environ.get(DUMP_VARIABLE):
         path = pathlib.Path(folder)
         path.mkdir(parents=True, exist_ok=True)

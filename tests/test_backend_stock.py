@@ -206,6 +206,20 @@ def test_without_a_cache_nothing_changes():
     assert len(STORE) == 0
 
 
+def test_gradients_go_through_16_bit_attention():
+    model, plain = compiled()[0], tiny_model("llama")
+    ids = random_ids(2, 20)
+    for each in (model, plain):
+        each(ids, use_cache=True).logits.square().mean().backward()
+    for (name, actual), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, msg=lambda text, name=name: f"{name}: {text}")
+    assert any("gradients do not go through pages" in message for message in backend._logged)
+    cache = DynamicCache()
+    step(model, cache, ids)
+    with pytest.raises(ValueError, match="must be read by what was rewritten, got: gradients do not"):
+        model(ids[:, :1], past_key_values=cache)
+
+
 def test_a_model_that_does_not_know_phantoms_shows_nan():
     model, _ = compiled()
     cache = DynamicCache()

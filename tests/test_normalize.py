@@ -89,3 +89,15 @@ def test_inputs_that_belong_to_no_module_are_no_constants():
     (graph,) = capture_dynamo(Stack(eager), hidden())
     inputs = [node for node in placeholders(graph.gm) if CONSTANT not in node.meta]
     assert len(inputs) == 1
+
+
+def test_a_graph_without_inputs():
+    (graph,) = capture_dynamo(Constant())
+    normal = normalize(graph.gm, graph.inputs)
+    assert not placeholders(normal)
+    assert torch.equal(normal()[0], torch.arange(3.0) + 1)
+
+
+class Constant(torch.nn.Module):
+    def forward(self):
+        return torch.arange(3.0) + 1

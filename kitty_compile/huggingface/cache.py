@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from packaging.version import Version
+from torch._compile import _disable_dynamo
 from transformers import Cache, PreTrainedConfig
 
 from kitty_compile.cache import PagedCache
@@ -64,6 +65,13 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
         """Take a layer's new keys and values; returns what the model shall attend to."""
         if in_step():
             return key_states, value_states
+        return self._take(key_states, value_states, layer_idx)
+
+    # A model that was not applied can be compiled around it, with a break at each layer.
+    @_disable_dynamo
+    def _take(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         refuse_gradients(key_states, value_states)
         call = active_call()
         if call is not None and call.cache is self:
