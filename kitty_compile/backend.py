@@ -3,6 +3,7 @@
 ``torch.compile`` finds it by its name, through an entry point of the package.
 """
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -109,6 +110,7 @@ def kitty(
         # Traced from a model that was applied: every attention was accounted for then.
         return _compile(gm, example_inputs, settings, is_served=True)
     normal, report = analyze(gm, example_inputs)
+    original = copy.deepcopy(gm) if normal is gm else gm
     guard_numbers(report)
     suspects = _possible_pasts(normal, example_inputs)
     if _wants_gradients(example_inputs):
@@ -118,8 +120,11 @@ def kitty(
     dump(normal, "after_bind_call")
     _log(report, bound)
     compiled = _compile(normal, example_inputs, settings, is_served=bool(bound.layers))
-    kind = StaticCall if bound.is_static else CachedCall
-    call = kind(compiled, bound, settings.config) if bound.layers else compiled
+    call: Callable[..., Any] = compiled
+    if bound.is_static:
+        call = StaticCall(compiled, bound, settings.config)
+    elif bound.layers:
+        call = CachedCall(compiled, bound, settings.config, original.forward)
     taken = {index for layer in bound.layers for index in layer.inputs or ()}
     rest = [index for index in suspects if index not in taken]
     return _Guarded(call, rest, _reasons(report, bound)) if rest else call

@@ -1,6 +1,7 @@
 """A rewritten graph at run time: finds the caches behind its inputs, serves its attentions, hands out phantoms."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from kitty_compile.layers import LayerPlan
 from kitty_compile.passes.bind_call import BoundCalls
 from kitty_compile.phantoms import PhantomStore, is_dense_phantom
 
+logger = logging.getLogger(__name__)
+
 # Phantoms of one backend are understood by every graph of it.
 STORE = PhantomStore()
 
@@ -23,14 +26,21 @@ class CachedCall:
     Args:
         compiled: the rewritten graph.
         bound: its layers.
+        original: the graph as it was, for a 16-bit cache that cannot be taken over.
     """
 
-    def __init__(self, compiled: Callable[..., Any], bound: BoundCalls, config: KittyConfig) -> None:
-        self.compiled, self.bound = compiled, bound
+    def __init__(
+        self, compiled: Callable[..., Any], bound: BoundCalls, config: KittyConfig, original: Callable[..., Any]
+    ) -> None:
+        self.compiled, self.bound, self.original = compiled, bound, original
         self.plans, self.config = plans_of(bound, config)
+        self._is_told = False
 
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+    def __call__(self, *inputs: Any) -> Any:
         cache = self._cache(inputs)
+        if cache is None:
+            self._tell()
+            return self.original(*inputs)
         padding = None if self.bound.padding is None else inputs[self.bound.padding]
         server = Server(cache, padding)
         try:
@@ -42,7 +52,13 @@ class CachedCall:
         cache.end_call()
         return self._with_phantoms(outputs, cache, server)
 
-    def _cache(self, inputs: Sequence[Any]) -> PagedCache:
+    def _tell(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            logger.warning("a cache that was filled without this backend stays in 16 bits, its sliding layers are full")
+
+    def _cache(self, inputs: Sequence[Any]) -> PagedCache | None:
+        """What stands behind the past among ``inputs``; None when that is a 16-bit cache which cannot be taken over."""
         given = [inputs[index] for layer in self.bound.layers for index in layer.inputs or ()]
         given = [tensor for tensor in given if tensor.numel()]
         if not given:
@@ -68,8 +84,8 @@ class CachedCall:
             raise ValueError(f"all layers must hold the same columns, got {sorted(held)}")
         return held.pop() if held else None
 
-    def _take_over(self, given: Sequence[torch.Tensor], inputs: Sequence[Any]) -> PagedCache:
-        """The caller's own keys and values, made without this backend, become the past."""
+    def _take_over(self, given: Sequence[torch.Tensor], inputs: Sequence[Any]) -> PagedCache | None:
+        """The caller's own keys and values, made without this backend, become the past; None when some are gone."""
         if is_dense_phantom(given[0]):
             raise ValueError(
                 "a stock cache of phantoms must not be reordered, repeated or selected (its 2-bit pages do not follow): "
@@ -77,10 +93,9 @@ class CachedCall:
             )
         lengths = {tensor.shape[2] for tensor in given}
         windows = [plan.window for plan in self.plans if plan.window is not None]
-        if len(lengths) > 1 or any(window <= max(lengths) for window in windows):
-            raise ValueError(
-                "the cache must be empty or come from this backend, got 16-bit sliding layers that are full"
-            )
+        # A full window does not say how many columns went before it.
+        if len(lengths) > 1 or any(window - 1 <= max(lengths) for window in windows):
+            return None
         cache = PagedCache(self.plans, self.config)
         columns = lengths.pop()
         padding = None if self.bound.padding is None else inputs[self.bound.padding]

@@ -197,6 +197,20 @@ def test_a_cache_filled_without_the_backend_is_taken_over():
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_16_bit_cache_that_has_lost_columns_stays(caplog):
+    plain, ids = tiny_model("mistral-windowed"), random_ids(2, 60)
+    caches = DynamicCache(config=plain.config), DynamicCache(config=plain.config)
+    for cache in caches:
+        step(plain, cache, ids)
+    model, _ = compiled("mistral-windowed")
+    for token in (3, 4):
+        expected, actual = (
+            step(each, cache, torch.full((2, 1), token)) for each, cache in zip((plain, model), caches, strict=True)
+        )
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert any("stays in 16 bits" in record.message for record in caplog.records)
+
+
 def test_without_a_cache_nothing_changes():
     model, _ = compiled()
     ids = random_ids(2, 20)

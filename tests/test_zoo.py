@@ -42,7 +42,6 @@ SAMPLE = {
 # Captures take seconds each: those whose graphs differ most, and what ``apply`` does not reach.
 BACKEND_SAMPLE = {
     "BambaForCausalLM": "attention beside layers with a recurrent state",
-    "CTRLLMHeadModel": "eager attention of its own, scaled scores",
     "FalconForCausalLM": "attention code of its own, one KV head",
     "Gemma4ForCausalLM": "sliding and full layers of different sizes",
     "GptOssForCausalLM": "learned sinks joined to the scores",

@@ -89,7 +89,7 @@ def finish(model: PreTrainedModel, workload: Workload, cache: Any, tail: int) ->
 
 def step(model: PreTrainedModel, workload: Workload, start: int, stop: int, kwargs: dict[str, Any]) -> Any:
     """One forward over columns ``start`` to ``stop``."""
-    mask = workload.mask[:, :stop]
+    mask = workload.mask[:, :stop].contiguous()
     position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
     inputs = model.prepare_inputs_for_generation(
         workload.ids[:, :stop],
