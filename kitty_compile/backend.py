@@ -16,7 +16,8 @@ from torch._dynamo import OptimizedModule
 
 from kitty_compile.cached_call import STORE, CachedCall
 from kitty_compile.config import KittyConfig, resolve_config
-from kitty_compile.passes.bind_call import BoundCalls, bind_call
+from kitty_compile.passes.bind_call import BoundCalls, SharedPastError, bind_call
+from kitty_compile.passes.normalize import is_normal, may_attend
 from kitty_compile.passes.pipeline import Report, analyze, dump, guard_numbers
 from kitty_compile.static_call import StaticCall
 
@@ -109,14 +110,9 @@ def kitty(
     if any(str(node.target).startswith("kitty.attention") for node in gm.graph.nodes):
         # Traced from a model that was applied: every attention was accounted for then.
         return _compile(gm, example_inputs, settings, is_served=True)
-    normal, report = analyze(gm, example_inputs)
-    original = copy.deepcopy(gm) if normal is gm else gm
-    guard_numbers(report)
-    suspects = _possible_pasts(normal, example_inputs)
-    if _wants_gradients(example_inputs):
-        bound = BoundCalls((), None, 0, {match.node: "gradients do not go through pages" for match in report.matches})
-    else:
-        bound = bind_call(normal, report, takes_static=settings.static_cache)
+    if not may_attend(gm):
+        return _compile(gm, example_inputs, settings, is_served=False)
+    normal, report, bound = _rewrite(gm, example_inputs, settings)
     dump(normal, "after_bind_call")
     _log(report, bound)
     compiled = _compile(normal, example_inputs, settings, is_served=bool(bound.layers))
@@ -124,10 +120,28 @@ def kitty(
     if bound.is_static:
         call = StaticCall(compiled, bound, settings.config)
     elif bound.layers:
-        call = CachedCall(compiled, bound, settings.config, original.forward)
+        call = CachedCall(compiled, bound, settings.config, gm.forward)
+    suspects = _possible_pasts(normal, example_inputs)
     taken = {index for layer in bound.layers for index in layer.inputs or ()}
     rest = [index for index in suspects if index not in taken]
     return _Guarded(call, rest, _reasons(report, bound)) if rest else call
+
+
+def _rewrite(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Options
+) -> tuple[fx.GraphModule, Report, BoundCalls]:
+    """The rewritten graph; ``gm`` stays as it is."""
+    shared: frozenset[int] = frozenset()
+    while True:
+        normal, report = analyze(copy.deepcopy(gm) if is_normal(gm) else gm, example_inputs)
+        guard_numbers(report)
+        if _wants_gradients(example_inputs):
+            reasons = {match.node: "gradients do not go through pages" for match in report.matches}
+            return normal, report, BoundCalls((), None, 0, reasons)
+        try:
+            return normal, report, bind_call(normal, report, takes_static=settings.static_cache, shared=shared)
+        except SharedPastError as error:
+            shared |= error.layers
 
 
 def _wants_gradients(example_inputs: Sequence[Any]) -> bool:

@@ -22,7 +22,7 @@ from kitty_compile.passes.clean_up import clean_up
 from kitty_compile.passes.nodes import op_name, value_of
 from kitty_compile.passes.pipeline import Report
 from kitty_compile.passes.records import AttentionMatch, MaskKind
-from kitty_compile.passes.rewrite_attention import CallBinding, rewrite_attention
+from kitty_compile.passes.rewrite_attention import CallBinding, Rewrite, rewrite_attention
 
 _Pair = tuple[int, int]
 
@@ -63,11 +63,13 @@ class BoundCalls:
 class CallBinder:
     """Takes layers whose K and V go in and out of the graph, all with the same padding.
 
-    ``takes_static``: also those of caches of fixed length.
+    Args:
+        takes_static: also those of caches of fixed length.
+        shared: layers whose keys or values something besides their own attention reads.
     """
 
-    def __init__(self, gm: fx.GraphModule, *, takes_static: bool = False) -> None:
-        self.takes_static = takes_static
+    def __init__(self, gm: fx.GraphModule, *, takes_static: bool = False, shared: frozenset[int] = frozenset()) -> None:
+        self.takes_static, self.shared = takes_static, shared
         self.inputs = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         returned: list[fx.Node] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         # What is returned twice could not be left out in one place.
@@ -90,6 +92,8 @@ class CallBinder:
     def _places(self, match: AttentionMatch, mask: MaskKind) -> tuple[_Pair | None, _Pair | None] | str:
         """Where past K and V come in and K and V go out, or why that is not served."""
         update = match.update
+        if match.layer in self.shared:
+            return "something besides its attention reads its keys or values"
         full = (self._returned(update.key_full, update.kept), self._returned(update.value_full, update.kept))
         if full[0] is None or full[1] is None:
             return "no cache takes up its keys and values: kitty_compile.apply(module, example_inputs=...) gives it one"
@@ -126,11 +130,25 @@ class CallBinder:
         return None
 
 
-def bind_call(gm: fx.GraphModule, report: Report, *, takes_static: bool = False) -> BoundCalls:
-    """Rewrite the graph in place; without a layer to serve it stays as it is."""
+class SharedPastError(Exception):
+    """Something besides attention reads the past of these layers; the graph is of no use any more."""
+
+    def __init__(self, layers: frozenset[int]) -> None:
+        super().__init__(f"layers {sorted(layers)} share their keys or values")
+        self.layers = layers
+
+
+def bind_call(
+    gm: fx.GraphModule, report: Report, *, takes_static: bool = False, shared: frozenset[int] = frozenset()
+) -> BoundCalls:
+    """Rewrite the graph in place; without a layer to serve it stays as it is.
+
+    Raises:
+        SharedPastError: something else reads what is to go. To be done again on a fresh graph, with these ``shared``.
+    """
     output = gm.graph.output_node()
     returned = list(output.args[0])  # type: ignore[arg-type]
-    binder = CallBinder(gm, takes_static=takes_static)
+    binder = CallBinder(gm, takes_static=takes_static, shared=shared)
     rewrite = rewrite_attention(gm, report, binder)
     dropped = {index for layer in binder.layers for index in layer.outputs or ()}
     stripped = [returned[index] for index in sorted(dropped)]
@@ -139,18 +157,20 @@ def bind_call(gm: fx.GraphModule, report: Report, *, takes_static: bool = False)
     unread = [node for node in stripped if not node.users and node not in rewrite.replaced]
     report.erased += clean_up(gm, [*rewrite.replaced, *unread])
     gm.recompile()
-    _check_unread(gm, binder)
+    _check_unread(gm, binder, rewrite)
     padding = None if binder.padding is None else binder.inputs[binder.padding]
     return BoundCalls(tuple(binder.layers), padding, len(returned), rewrite.kept)
 
 
-def _check_unread(gm: fx.GraphModule, binder: CallBinder) -> None:
-    """Nothing but sizes may be left to read of a past that is no longer there."""
-    nodes = gm.graph.find_nodes(op="placeholder")
+def _check_unread(gm: fx.GraphModule, binder: CallBinder, rewrite: Rewrite) -> None:
+    """Nothing but sizes may be left to read of a past that is no longer there, or of keys that will be such a past."""
+    inputs, shared = gm.graph.find_nodes(op="placeholder"), set()
     for layer in binder.layers:
-        for index in () if layer.outputs is None else layer.inputs or ():
-            readers = [user for user in nodes[index].users if isinstance(value_of(user), torch.Tensor)]
-            if readers:
-                raise ValueError(
-                    f"keys and values must be read by attention alone, but {readers[0]} reads {nodes[index]}"
-                )
+        if layer.outputs is None:
+            continue
+        held = [*(inputs[index] for index in layer.inputs or ()), layer.match.key, layer.match.value]
+        readers = {user for node in held for user in node.users if isinstance(value_of(user), torch.Tensor)}
+        if readers - {*rewrite.attends}:
+            shared.add(layer.match.layer)
+    if shared:
+        raise SharedPastError(frozenset(shared))

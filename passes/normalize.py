@@ -77,6 +77,15 @@ def normalize_program(program: ExportedProgram) -> fx.GraphModule:
     return gm
 
 
+def may_attend(gm: fx.GraphModule) -> bool:
+    """Can there be an attention in a graph, in whatever form? Without one there is no need to touch it."""
+    return any("softmax" in _name(node) or "attention" in _name(node) for node in gm.graph.nodes)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).lower() if node.op.startswith("call_") else ""
+
+
 def is_normal(gm: fx.GraphModule) -> bool:
     """Does every call that makes a tensor go to an ATen (or custom) operator already?"""
     return not any(_is_python_call(node) for node in gm.graph.nodes)

@@ -81,7 +81,7 @@ class ColumnPlacer:
             elif is_integer and size == (self.match.num_columns,):
                 positions.append(node)
             else:
-                raise NoMatchError(f"the mask is made from the graph input {node} of shape {list(size)}")
+                raise NoMatchError(f"the mask is made from a graph input of shape {list(size)}, before a graph break?")
         if len(two_dimensional) > 3:
             raise NoMatchError("the mask is made from more than three graph inputs [batch, columns]")
         may_place = [(True, False) if shape(node)[1] == self.match.num_columns else (True,) for node in two_dimensional]

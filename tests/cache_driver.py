@@ -151,3 +151,18 @@ def poison_what_nobody_may_read(cache):
                 unused = torch.ones(held.shape[2], dtype=torch.bool)
                 unused[raw.slots(held_tokens, ring)] = False
                 held[row, :, unused] = torch.nan
+
+
+def goes_on_alike(cache, other, tokens, *stops):
+    """Fused forwards to ``stops``, then a materialising look at everything."""
+    start = cache.get_seq_length()
+    for stop in stops:
+        if not equal(tokens.attend(cache, start, stop), tokens.attend(other, start, stop)):
+            return False
+        start = stop
+    return equal(read(cache, tokens), read(other, tokens))
+
+
+def padded(tokens, seed=0):
+    tokens.real = torch.rand(tokens.real.shape, generator=torch.Generator().manual_seed(seed)) < 0.9
+    return tokens

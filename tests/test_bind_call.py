@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kitty_compile.passes.bind_call import bind_call
+from kitty_compile.passes.bind_call import SharedPastError, bind_call
 from kitty_compile.passes.nodes import op_name
 from kitty_compile.passes.pipeline import analyze
 from tests.graph_cases import Stack, capture_dynamo, hidden, past_of
@@ -74,6 +74,11 @@ class Curious(torch.nn.Module):
         return output + past_k.mean(), *full
 
 
-def test_keys_that_something_else_reads_are_an_error():
-    with pytest.raises(ValueError, match="keys and values must be read by attention alone, but mean reads"):
-        bound(Curious(), hidden(columns=3), *past_of())
+def test_keys_that_something_else_reads_stay():
+    inputs = (hidden(columns=3), *past_of())
+    with pytest.raises(SharedPastError) as caught:
+        bound(Curious(), *inputs)
+    gm, calls, _ = bound(Curious(), *inputs, shared=caught.value.layers)
+    assert calls.layers == ()
+    assert all("besides its attention" in reason for reason in calls.kept.values())
+    assert "scaled_dot_product_attention" in names(gm)

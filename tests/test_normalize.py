@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from kitty_compile.passes.nodes import CONSTANT, constant_of, module_path, op_name
-from kitty_compile.passes.normalize import is_normal, normalize
+from kitty_compile.passes.normalize import is_normal, may_attend, normalize
 from tests.graph_cases import Stack, capture, capture_dynamo, hidden, placeholders, repeat_kv
 
 
@@ -101,3 +101,15 @@ def test_a_graph_without_inputs():
 class Constant(torch.nn.Module):
     def forward(self):
         return torch.arange(3.0) + 1
+
+
+@pytest.mark.parametrize("attend", [torch.nn.functional.scaled_dot_product_attention, None])
+def test_what_may_attend(attend):
+    class Layer(nn.Module):
+        def forward(self, q):
+            return attend(q, q, q) if attend else (q @ q.mT).softmax(-1) @ q
+
+    (graph,) = capture_dynamo(Layer(), torch.randn(1, 2, 3, 16))
+    assert may_attend(graph.gm)
+    assert may_attend(normalize(graph.gm, graph.inputs))
+    assert not may_attend(capture_dynamo(Constant())[0].gm)

@@ -104,7 +104,8 @@ def _compare(row: Row, model: PreTrainedModel, path: Path, workload: Workload, s
         wrong = _wrong_layers(row, model, layers)
     else:
         row.quantised, row.kept = len(layers), path.kept_layers(fused.cache)
-        row.reason = "; ".join(filter(None, (row.reason, path.reasons())))
+        if row.quantised + row.kept < row.layers:
+            row.reason = "; ".join(filter(None, (row.reason, path.reasons())))
         wrong = _unsealed(layers)
     if not row.lossless <= TOLERANCE:
         wrong = f"lossless differs by {row.lossless:.1e}"

@@ -61,8 +61,10 @@ def count_kept_layers(cache: Any) -> int:
 
 
 def reasons() -> str:
-    """Why attentions were left as they are since ``compiled``."""
-    return "; ".join(sorted(message.split(": ", 1)[-1] for message in backend._logged))
+    """Why attentions were left as they are."""
+    return (
+        "; ".join(sorted(message.split(": ", 1)[-1] for message in backend._logged)) or "its graphs attend to nothing"
+    )
 
 
 def _layers_of(cache: Any) -> Iterator[PagedLayer | SlidingLayer]:
