@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 import torch
 
+# Saved pages carry it: any change of what the bytes of a page mean, or of where raw tokens lie, must count it up.
+LAYOUT_VERSION = 1
+
 PAGE_SIZE = 128
 FIELDS_PER_WORD = 8
 WORD_ROWS = PAGE_SIZE // FIELDS_PER_WORD

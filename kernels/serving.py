@@ -1,11 +1,17 @@
-"""``kitty::attention``: attention over the cache that serves the running call, which the graph does not name.
+"""``kitty::attention``: attention over a cache that is none of the graph's inputs.
 
-A graph with this operator has no state among its inputs. It is compiled once for every cache, whatever its pools grow to,
-and needs no guard on it. Who runs the graph says which cache serves, with :func:`serving`.
+    kitty::attention     over the cache that serves the running call (who runs the graph says which, with :func:`serving`), or
+                         over the one that a ``handle`` names
+    kitty::materialize   a layer's K and V of all columns, for attention that reads them densely; takes in the call's own
+
+A graph with these operators has no state among its inputs. It is compiled once for every cache, whatever its pools grow to,
+and needs no guard on it.
 """
 
 import contextlib
 import contextvars
+import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -32,15 +38,55 @@ class Server(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Holder(Protocol):
+    """A cache that serves graphs by its handle, call by call without being told where one begins and ends."""
+
+    def attend_alone(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        padding: torch.Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 _SERVER: contextvars.ContextVar[Server | None] = contextvars.ContextVar("kitty_server", default=None)
 
 _library = torch.library.Library("kitty", "FRAGMENT")
 # The state that it reads is none of its arguments: a recording made by somebody who cannot see it would be stale at once.
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, int layer, float scale, float softcap, Tensor? sinks, "
-    "Tensor? positions=None) -> Tensor",
+    "Tensor? positions=None, SymInt handle=0, Tensor? padding=None) -> Tensor",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
+_library.define(
+    "materialize(Tensor key, Tensor value, SymInt handle, int layer, SymInt num_past) -> (Tensor, Tensor)",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+# 0 names nobody.
+_HOLDERS: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def register(holder: Holder) -> int:
+    """A handle by which graphs find ``holder`` as long as it lives."""
+    handle = next(_handles)
+    _HOLDERS[handle] = holder
+    return handle
+
+
+def _holder_of(handle: int) -> Holder:
+    holder = _HOLDERS.get(handle)
+    if holder is None:
+        raise RuntimeError(f"handle must name a cache that lives, got {handle}")
+    return holder
 
 
 @contextlib.contextmanager
@@ -64,7 +110,15 @@ def _attention(
     softcap: float,
     sinks: torch.Tensor | None,
     positions: torch.Tensor | None = None,
+    handle: int = 0,
+    padding: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if handle:
+        holder = _holder_of(handle)
+        alone = holder.attend_alone(
+            query, key, value, layer, padding, scale=scale, softcap=softcap or None, sinks=sinks
+        )
+        return alone.contiguous()
     server = _SERVER.get()
     if server is None:
         raise RuntimeError(f"kitty::attention of layer {layer} must run within serving(...), got no cache that serves")
@@ -73,8 +127,27 @@ def _attention(
     return output.contiguous()
 
 
+@_disable_dynamo
+def _materialize(
+    key: torch.Tensor, value: torch.Tensor, handle: int, layer: int, num_past: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _holder_of(handle).store(key, value, layer)
+
+
 for _device in ("CPU", "CUDA"):
     _library.impl("attention", _attention, _device)
+    _library.impl("materialize", _materialize, _device)
+
+
+@torch.library.register_fake("kitty::materialize", lib=_library)
+def _materialize_fake(
+    key: torch.Tensor, value: torch.Tensor, handle: int, layer: int, num_past: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = num_past + key.shape[2]
+    return (
+        key.new_empty((*key.shape[:2], columns, key.shape[3])),
+        value.new_empty((*value.shape[:2], columns, value.shape[3])),
+    )
 
 
 @torch.library.register_fake("kitty::attention", lib=_library)

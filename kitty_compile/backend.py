@@ -115,7 +115,7 @@ def kitty(
     normal, report, bound = _rewrite(gm, example_inputs, settings)
     dump(normal, "after_bind_call")
     _log(report, bound)
-    compiled = _compile(normal, example_inputs, settings, is_served=bool(bound.layers))
+    compiled = _compile(normal, example_inputs, settings, is_served=bool(bound.layers or bound.num_fused))
     call: Callable[..., Any] = compiled
     if bound.is_static:
         call = StaticCall(compiled, bound, settings.config)

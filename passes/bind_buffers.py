@@ -56,7 +56,7 @@ class BufferBinder:
             return f"rows padded by {mask.padding} need a cache that knows which columns hold tokens"
         if not is_static(sizes(match.key)[0]):
             return "buffers need a fixed batch"
-        if match.update.kind == "cat" and match.update.key_past is not None:
+        if match.update.kind in ("cat", "kitty") and match.update.key_past is not None:
             return "the caller holds the past"
         parameters = self.parameters_of(match)
         tensors = self._allocate(match, parameters)

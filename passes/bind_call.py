@@ -10,7 +10,11 @@ The graph no longer makes K and V of all columns: whoever runs it supplies what 
     k_cache[:, :, pos] = k; v_cache[:, :, pos] = v              k_cache[:, :, pos] = k; v_cache[:, :, pos] = v
     out = attention(q, k_cache, v_cache)                        out = kitty.attention(q, k, v, ..., positions=pos)
 
-A cache of fixed length, if that is asked for: its 16-bit buffers are written as before, and attention does not read them.
+    k, v = kitty.materialize(k, v, handle, layer, past)         out = kitty.attention(q, k, v, ..., handle=handle)
+    out = attention(q, k, v)
+
+The first is a stock cache. The second is a cache of fixed length, moved if that is asked for: its 16-bit buffers are written as
+before, and attention does not read them. The third is a KittyCache in its materialising form.
 """
 
 import dataclasses
@@ -19,7 +23,7 @@ import torch
 from torch import fx
 
 from kitty_compile.passes.clean_up import clean_up
-from kitty_compile.passes.nodes import op_name, value_of
+from kitty_compile.passes.nodes import arguments, op_name, value_of
 from kitty_compile.passes.pipeline import Report
 from kitty_compile.passes.records import AttentionMatch, MaskKind
 from kitty_compile.passes.rewrite_attention import CallBinding, Rewrite, rewrite_attention
@@ -54,6 +58,7 @@ class BoundCalls:
     padding: int | None
     num_outputs: int
     kept: dict[fx.Node, str]
+    num_fused: int = 0
 
     @property
     def is_static(self) -> bool:
@@ -75,9 +80,12 @@ class CallBinder:
         # What is returned twice could not be left out in one place.
         self.outputs = {node: index for index, node in enumerate(returned) if returned.count(node) == 1}
         self.layers: list[CallLayer] = []
+        self.num_fused = 0
         self.padding: fx.Node | None = None
 
     def bind(self, match: AttentionMatch, mask: MaskKind) -> CallBinding | str:
+        if match.update.kind == "kitty":
+            return self._fused(match, mask)
         places = self._static_places(match) if match.update.is_static else self._places(match, mask)
         if isinstance(places, str):
             return places
@@ -114,6 +122,14 @@ class CallBinder:
         if update.is_fresh or update.key_past not in self.inputs or update.value_past not in self.inputs:
             return "its cache of fixed length is not an input of the graph"
         return (self.inputs[update.key_past], self.inputs[update.value_past]), None
+
+    def _fused(self, match: AttentionMatch, mask: MaskKind) -> CallBinding | str:
+        """A KittyCache unpacks what attention reads: attention reads the pages instead."""
+        given = arguments(match.update.key_full.args[0])  # type: ignore[arg-type]
+        if match.update.value_full.args[0] is not match.update.key_full.args[0]:
+            return "its keys and values are those of two caches"
+        self.num_fused += 1
+        return CallBinding(given["layer"], handle=given["handle"], padding=mask.padding)
 
     def _returned(self, node: fx.Node, kept: int | None) -> fx.Node | None:
         """What the graph returns of ``node``: itself, or its newest columns."""
@@ -159,7 +175,7 @@ def bind_call(
     gm.recompile()
     _check_unread(gm, binder, rewrite)
     padding = None if binder.padding is None else binder.inputs[binder.padding]
-    return BoundCalls(tuple(binder.layers), padding, len(returned), rewrite.kept)
+    return BoundCalls(tuple(binder.layers), padding, len(returned), rewrite.kept, binder.num_fused)
 
 
 def _check_unread(gm: fx.GraphModule, binder: CallBinder, rewrite: Rewrite) -> None:

@@ -6,9 +6,11 @@ Before (what the model wrote)                         Record
     k_cache[:, :, positions] = k                          index_put   gpt-fast
     cache[:, start : start + t] = k                       slice       reads cache[:, : start + t]
     k                                                     none        nanoGPT
+    kitty.materialize(k, v, handle, layer, past)[0]       kitty       KittyCache in a model that was not applied
 """
 
 import dataclasses
+import operator
 from typing import Literal, cast
 
 import torch
@@ -39,7 +41,7 @@ _WRITES_IN_PLACE = frozenset({"index_copy_", "index_put_", "copy_"})
 class _Side:
     """The update of K alone, or of V alone."""
 
-    kind: Literal["none", "cat", "index_copy", "index_put", "slice"]
+    kind: Literal["none", "cat", "index_copy", "index_put", "slice", "kitty"]
     new: fx.Node
     past: fx.Node | None = None
     positions: fx.Node | int | None = None
@@ -93,6 +95,8 @@ def is_update(node: fx.Node) -> bool:
 
 def _match_side(full: fx.Node, columns_dim: int, consumer: fx.Node, order: dict[fx.Node, int]) -> _Side:
     name = op_name(full)
+    if full.target is operator.getitem and op_name(made := cast(fx.Node, full.args[0])) == "kitty::materialize":
+        return _Side("kitty", cast(fx.Node, made.args[cast(int, full.args[1])]), made)
     if name in _CATS:
         return _match_cat(full, columns_dim)
     if name in ("index_copy", "index_put", "slice_scatter"):

@@ -14,9 +14,9 @@ class KVUpdate:
 
     Attributes:
         kind: "none" (attention over the call's own columns alone), "cat" ([past, new] along the columns), "index_copy",
-            "index_put" or "slice" (new columns written into a buffer that holds all).
+            "index_put" or "slice" (new columns written into a buffer that holds all), "kitty" (a KittyCache unpacks all).
         key_past, value_past: the tensors of earlier columns as the graph gets them; None for "none", and for "cat" with an
-            empty cache.
+            empty cache. The call of ``kitty::materialize`` for "kitty".
         key_full, value_full: what attention reads, before heads are repeated.
         positions: where new columns are written: a tensor node [T], or the first column as a number or size node.
             None when they come last.
@@ -26,7 +26,7 @@ class KVUpdate:
         columns_dim: 2 when these tensors are [batch, heads, columns, head_dim], 1 when [batch, columns, heads, head_dim].
     """
 
-    kind: Literal["none", "cat", "index_copy", "index_put", "slice"]
+    kind: Literal["none", "cat", "index_copy", "index_put", "slice", "kitty"]
     key_full: fx.Node
     value_full: fx.Node
     key_past: fx.Node | None = None

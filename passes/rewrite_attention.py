@@ -53,11 +53,15 @@ class LayerBinding:
 class CallBinding:
     """The cache that serves the running call has the state, as its layer ``layer`` (see ``kernels/serving.py``).
 
-    ``follows_positions``: the graph says at which columns of a static cache the call's own are.
+    Attributes:
+        follows_positions: the graph says at which columns of a static cache the call's own are.
+        handle: names another cache than the one that serves, with the ``padding`` of the call.
     """
 
     layer: int
     follows_positions: bool = False
+    handle: fx.Node | int = 0
+    padding: fx.Node | None = None
 
 
 class Binder(Protocol):
@@ -124,7 +128,8 @@ def _call_of(
     numbers = (match.scale, match.softcap or 0.0, match.sinks)
     if isinstance(binding, CallBinding):
         positions = positions_of(match, insert) if binding.follows_positions else None
-        return torch.ops.kitty.attention.default, (binding.layer, *numbers, positions)
+        where = (positions, binding.handle, binding.padding)
+        return torch.ops.kitty.attention.default, (binding.layer, *numbers, *where)
     state = (binding.columns, binding.counts, *binding.state, list(binding.parameters))
     return torch.ops.kitty.attend.default, (*state, *numbers, binding.is_empty)
 

@@ -1,7 +1,7 @@
 """``KittyCache``: the paged cache behind transformers' ``Cache`` interface, on both sides of its renames."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import transformers
@@ -9,10 +9,13 @@ from packaging.version import Version
 from torch._compile import _disable_dynamo
 from transformers import Cache, PreTrainedConfig
 
+from kitty_compile import saving
 from kitty_compile.cache import PagedCache
 from kitty_compile.config import KittyConfig, resolve_config
 from kitty_compile.huggingface.attention import active_call, in_step, refuse_gradients
 from kitty_compile.huggingface.support import layer_plans, text_config
+from kitty_compile.kernels.serving import register
+from kitty_compile.layers import LayerPlan
 
 # Until 5.17 a positive argument of ``crop`` is the length to keep; later versions refuse it.
 CROP_TAKES_LENGTH = Version(transformers.__version__) < Version("5.18")
@@ -37,6 +40,8 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
     # Read by transformers wherever it asks a Cache about its own ways of growing and offloading.
     offloading = False
     layer_class_to_replicate = None
+    is_bounded_by_generate = False
+    num_length_reads = 0
 
     def __init__(
         self,
@@ -48,10 +53,52 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
     ) -> None:
         plans = layer_plans(text_config(model_config))
         PagedCache.__init__(self, plans, resolve_config(config), max_length=max_length)
-        self.is_bounded_by_generate = False
-        self.num_length_reads = 0
+        self.handle = register(self)
         if padding is not None:
             self.set_padding(padding)
+
+    def save(self, path: saving.Path) -> None:
+        """Write all that it holds to a file, which :meth:`load` reads in any process; a file that is there is replaced.
+
+        A length that ``generate`` chose by itself does not bound what is loaded.
+        """
+        saving.save(self, path, is_bounded=not self.is_bounded_by_generate)
+
+    @classmethod
+    def load(
+        cls,
+        path: saving.Path,
+        model_config: PreTrainedConfig | None = None,
+        *,
+        max_length: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """The cache that :meth:`save` wrote: what follows is bit-identical to what follows in the one that was saved.
+
+        Args:
+            model_config: of the model it shall serve; what has other layers is refused here, not in the first forward.
+            max_length: columns it can come to hold; None: as it was when it was saved.
+            device: where it shall live, whatever device it was saved from.
+
+        Raises:
+            ValueError: the file is not whole, of another format or layout version, or of another model.
+        """
+        cache = saving.load(path, cls._of_plans, max_length=max_length, device=device)
+        if model_config is not None:
+            _check_plans(cache, layer_plans(text_config(model_config)))
+        return cache
+
+    @classmethod
+    def _of_plans(cls, plans: Sequence[LayerPlan], config: KittyConfig, *, max_length: int | None) -> Self:
+        cache = cls.__new__(cls)
+        PagedCache.__init__(cache, plans, config, max_length=max_length)
+        cache.handle = register(cache)
+        return cache
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy is a cache of its own.
+        self.__dict__.update(state)
+        self.handle = register(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layers={len(self)}, columns={self.get_seq_length()}, config={self.config})"
@@ -65,9 +112,17 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
         """Take a layer's new keys and values; returns what the model shall attend to."""
         if in_step():
             return key_states, value_states
+        if torch.compiler.is_compiling() and self._call is None:
+            # A model that was not applied. All layers count the same columns: one number for Dynamo to guard on.
+            refuse_gradients(key_states, value_states)
+            window, columns = self.plans[layer_idx].window, self.layers[0].columns
+            num_past = columns if window is None else min(columns, window - 1)
+            full: tuple[torch.Tensor, torch.Tensor] = torch.ops.kitty.materialize(
+                key_states, value_states, self.handle, layer_idx, num_past
+            )
+            return full
         return self._take(key_states, value_states, layer_idx)
 
-    # A model that was not applied can be compiled around it, with a break at each layer.
     @_disable_dynamo
     def _take(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
@@ -78,6 +133,32 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
             call.stage(layer_idx, key_states, value_states)
             return key_states, value_states
         return self.store(key_states, value_states, layer_idx)
+
+    def attend_alone(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        padding: torch.Tensor | None,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """``attend`` where nobody begins and ends the call: the first layer and the last one do.
+
+        Args:
+            padding: the attention mask of the call, when ``set_padding`` has not given one.
+        """
+        if self._call is None or layer in self._served:
+            self.begin_call(key.shape[2], padding if self._padding is None else self._padding)
+        try:
+            output = self.attend(query, key, value, layer, **arguments)
+        except BaseException:
+            self.abort_call()
+            raise
+        self._padding = None
+        if len(self._served) == len(self.layers):
+            self._close_call()
+        return output
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
         """Drop the newest ``-tokens_to_remove`` columns; 0 drops only what a forward that failed half way has left."""
@@ -193,3 +274,11 @@ class KittyCache(PagedCache, Cache):  # type: ignore[misc]
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> NoReturn:
         self._refuse("the keys of an indexer")
+
+
+def _check_plans(cache: KittyCache, plans: Sequence[LayerPlan]) -> None:
+    if len(plans) != len(cache):
+        raise ValueError(f"path must hold a cache of the model's {len(plans)} layers, got one of {len(cache)}")
+    for index, (plan, found) in enumerate(zip(plans, cache.plans, strict=True)):
+        if plan != found:
+            raise ValueError(f"layer {index} in path must be {plan}, as in the model, got {found}")
