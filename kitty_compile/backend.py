@@ -17,7 +17,8 @@ from torch._dynamo import OptimizedModule
 from kitty_compile.cached_call import STORE, CachedCall
 from kitty_compile.config import KittyConfig, resolve_config
 from kitty_compile.passes.bind_call import BoundCalls, SharedPastError, bind_call
-from kitty_compile.passes.normalize import is_normal, may_attend
+from kitty_compile.passes.nodes import value_of
+from kitty_compile.passes.normalize import is_normal, may_attend, obstacle
 from kitty_compile.passes.pipeline import Report, analyze, dump, guard_numbers
 from kitty_compile.static_call import StaticCall
 
@@ -110,8 +111,13 @@ def kitty(
     if any(str(node.target).startswith("kitty.attention") for node in gm.graph.nodes):
         # Traced from a model that was applied: every attention was accounted for then.
         return _compile(gm, example_inputs, settings, is_served=True)
-    if not may_attend(gm):
-        return _compile(gm, example_inputs, settings, is_served=False)
+    suspects = _possible_pasts(gm, example_inputs)
+    reason = obstacle(gm)
+    if reason is not None or not may_attend(gm):
+        compiled = _compile(gm, example_inputs, settings, is_served=False)
+        if reason is not None and may_attend(gm):
+            _warn_once(f"a graph stays as it is: {reason}")
+        return _Guarded(compiled, suspects, [reason] if reason else []) if suspects else compiled
     normal, report, bound = _rewrite(gm, example_inputs, settings)
     dump(normal, "after_bind_call")
     _log(report, bound)
@@ -121,7 +127,6 @@ def kitty(
         call = StaticCall(compiled, bound, settings.config)
     elif bound.layers:
         call = CachedCall(compiled, bound, settings.config, gm.forward)
-    suspects = _possible_pasts(normal, example_inputs)
     taken = {index for layer in bound.layers for index in layer.inputs or ()}
     rest = [index for index in suspects if index not in taken]
     return _Guarded(call, rest, _reasons(report, bound)) if rest else call
@@ -169,7 +174,7 @@ def _possible_pasts(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[i
     """Inputs that could be keys or values of earlier calls."""
     found = []
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        value = node.meta.get("val")
+        value = value_of(node)
         is_owned = getattr(example_inputs[index], "_dynamo_static_input_type", None) is not None
         if isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point() and not is_owned:
             found.append(index)

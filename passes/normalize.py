@@ -82,6 +82,14 @@ def may_attend(gm: fx.GraphModule) -> bool:
     return any("softmax" in _name(node) or "attention" in _name(node) for node in gm.graph.nodes)
 
 
+def obstacle(gm: fx.GraphModule) -> str | None:
+    """Why a graph cannot be brought into ATen, or None."""
+    for node in gm.graph.nodes:
+        if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            return f"{_name(node)}, part of a function transform, does not survive being traced again"
+    return None
+
+
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).lower() if node.op.startswith("call_") else ""
 

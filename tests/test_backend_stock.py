@@ -268,3 +268,16 @@ def test_generate_of_an_optimized_module_warns_once(caplog):
             generate(optimized, random_ids(1, 5), None, 2)
     (record,) = caplog.records
     assert 'use model.compile(backend="kitty")' in record.message
+
+
+def test_a_graph_with_a_function_transform_stays(caplog):
+    class Mapped(torch.nn.Module):
+        def forward(self, q):
+            scale = torch.vmap(lambda row: row.sum())(q.flatten(1)).view(-1, 1, 1, 1)
+            return torch.nn.functional.scaled_dot_product_attention(q * scale, q, q), q, q
+
+    q = torch.randn(2, 2, 5, 16)
+    with torch.no_grad():
+        actual = torch.compile(Mapped(), backend=Graphs())(q)
+        torch.testing.assert_close(actual[0], Mapped()(q)[0])
+    assert any("function transform" in record.message for record in caplog.records)
