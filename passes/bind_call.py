@@ -110,6 +110,8 @@ class CallBinder:
             return "the past is not an input of the graph"
         if update.columns_dim != 2:
             return "the caller keeps columns before heads"
+        if mask.kind == "causal" and update.kept is not None:
+            return f"its mask sees all columns, of which the caller keeps {update.kept}"
         if mask.kind == "sliding" and update.kept not in (None, mask.window, (mask.window or 0) - 1):
             return f"a window of {mask.window} does not fit the {update.kept} columns that the caller keeps"
         given = None if past[0] is None or past[1] is None else (self.inputs[past[0]], self.inputs[past[1]])

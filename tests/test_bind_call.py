@@ -4,9 +4,9 @@ import torch
 from kitty_compile.passes.bind_call import SharedPastError, bind_call
 from kitty_compile.passes.nodes import op_name
 from kitty_compile.passes.pipeline import analyze
-from tests.graph_cases import Stack, capture_dynamo, hidden, past_of
+from tests.graph_cases import Stack, capture_dynamo, causal, hidden, past_of
 from tests.test_match_attention import sdpa_causal
-from tests.test_match_kv_update import LENGTH, cat, index_put
+from tests.test_match_kv_update import LENGTH, attend_masked, cat, index_put
 
 
 def bound(model, *inputs, **options):
@@ -51,7 +51,7 @@ def test_a_cache_of_fixed_length_stays_unless_asked_for():
     assert calls.is_static
     assert names(gm).count("index_put_") == 2
     (attend,) = (node for node in gm.graph.nodes if op_name(node) == "kitty::attention")
-    assert attend.args[-1] is not None
+    assert attend.args[7] is not None
 
 
 def test_keys_that_are_returned_twice_stay():
@@ -82,3 +82,16 @@ def test_keys_that_something_else_reads_stay():
     assert calls.layers == ()
     assert all("besides its attention" in reason for reason in calls.kept.values())
     assert "scaled_dot_product_attention" in names(gm)
+
+
+def tail(layer, q, k, v):
+    return attend_masked(q, k, v, causal(q.shape[2], q.shape[2])), k[:, :, -7:], v[:, :, -7:]
+
+
+def test_a_window_that_the_mask_knows_nothing_of_stays():
+    graph = capture_dynamo(Stack(tail), hidden(columns=12), dynamic=True)[0]
+    gm, report = analyze(graph.gm, graph.inputs)
+    calls = bind_call(gm, report)
+    assert calls.layers == ()
+    reasons = [*calls.kept.values(), *(failure.reason for failure in report.failures)]
+    assert any("keeps 7" in reason for reason in reasons)
