@@ -1,7 +1,7 @@
 """Phantoms: tensors of stride 0 that stand in a caller's cache where 16-bit keys and values would be.
 
 A phantom has the shape, dtype and device of K or V [B, Hkv, columns, D] and one element of memory. The columns themselves
-are in a ``PagedCache`` that lives as long as a phantom of it does. All phantoms of one call share a storage, and the storage
+are in a ``PagedCache`` that lives as long as a phantom of it does (on a CUDA device until the next call after that). All phantoms of one call share a storage, and the storage
 is their identity (never an address: a weak reference keeps it from being given out again). So
 
     a slice of a phantom        a crop
@@ -89,8 +89,8 @@ class PhantomStore:
         pages = next((pages for pages in self._held() if pages.cache is cache), None) or _Pages(cache)
         pages.columns[serial] = cache.columns
         self._entries[_key(base)] = _Entry(StorageWeakRef(base.untyped_storage()), pages, serial)
-        # The pages go at once with the last phantom.
-        weakref.finalize(owner, self._entries.pop, _key(base), None)
+        if owner is not None:
+            weakref.finalize(owner, self._entries.pop, _key(base), None)
         return [elements[index].expand(tuple(shape)) for index, shape in enumerate(shapes)]
 
     def resolve(self, phantoms: Sequence[torch.Tensor], columns: int | None) -> PagedCache:
@@ -143,21 +143,12 @@ class PhantomStore:
         return list({id(entry.pages): entry.pages for entry in self._entries.values()}.values())
 
 
-class _CudaOwner:
-    """What a storage on a CUDA device can be made to keep alive: anything that says where its memory is."""
-
-    def __init__(self, held: torch.Tensor) -> None:
-        self.held = held
-        self.__cuda_array_interface__ = held.__cuda_array_interface__
-
-
-def _owned(held: torch.Tensor) -> tuple[torch.Tensor, object]:
-    """The same bytes in a storage whose end can be observed: an object that lives just as long."""
-    if held.device.type == "cpu":
-        array = held.numpy()
-        return torch.from_numpy(array), array
-    owner = _CudaOwner(held)
-    return torch.as_tensor(owner, device=held.device), owner
+def _owned(held: torch.Tensor) -> tuple[torch.Tensor, object | None]:
+    """The same bytes in a storage whose end can be observed: an object that lives just as long; None on a CUDA device."""
+    if held.device.type != "cpu":
+        return held, None
+    array = held.numpy()
+    return torch.from_numpy(array), array
 
 
 def is_dense_phantom(tensor: torch.Tensor) -> bool:
