@@ -62,6 +62,7 @@ class CachedCall:
         given = [inputs[index] for layer in self.bound.layers for index in layer.inputs or ()]
         given = [tensor for tensor in given if tensor.numel()]
         if not given:
+            STORE.sweep()  # before memory is taken for another
             return PagedCache(self.plans, self.config)
         strided = [any(tensor.stride()) for tensor in given]
         if all(strided):

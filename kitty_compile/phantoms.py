@@ -1,8 +1,9 @@
 """Phantoms: tensors of stride 0 that stand in a caller's cache where 16-bit keys and values would be.
 
 A phantom has the shape, dtype and device of K or V [B, Hkv, columns, D] and one element of memory. The columns themselves
-are in a ``PagedCache`` that lives as long as a phantom of it does (on a CUDA device until the next call after that). All phantoms of one call share a storage, and the storage
-is their identity (never an address: a weak reference keeps it from being given out again). So
+are in a ``PagedCache`` that lives as long as a phantom of it does (on a CUDA device until the next call after that). All
+phantoms of one call share a storage, and the storage is their identity (never an address: a weak reference keeps it from
+being given out again). So
 
     a slice of a phantom        a crop
     an older phantom            going back; a fork when the newer ones are still held
