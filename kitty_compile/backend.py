@@ -112,10 +112,10 @@ def kitty(
         # Traced from a model that was applied: every attention was accounted for then.
         return _compile(gm, example_inputs, settings, is_served=True)
     suspects = _possible_pasts(gm, example_inputs)
-    reason = obstacle(gm)
-    if reason is not None or not may_attend(gm):
+    reason, attends = obstacle(gm), may_attend(gm)
+    if reason is not None or not attends:
         compiled = _compile(gm, example_inputs, settings, is_served=False)
-        if reason is not None and may_attend(gm):
+        if attends:
             _warn_once(f"a graph stays as it is: {reason}")
         return _Guarded(compiled, suspects, [reason] if reason else []) if suspects else compiled
     normal, report, bound = _rewrite(gm, example_inputs, settings)

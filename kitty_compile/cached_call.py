@@ -41,15 +41,8 @@ class CachedCall:
         if cache is None:
             self._tell()
             return self.original(*inputs)
-        padding = None if self.bound.padding is None else inputs[self.bound.padding]
-        server = Server(cache, padding)
-        try:
-            with serving(server):
-                outputs = self.compiled(*inputs)
-        except BaseException:
-            cache.abort_call()
-            raise
-        cache.end_call()
+        server = Server(cache, self.bound.padding_of(inputs))
+        outputs = run(self.compiled, inputs, server)
         return self._with_phantoms(outputs, cache, server)
 
     def _tell(self) -> None:
@@ -99,7 +92,7 @@ class CachedCall:
             return None
         cache = PagedCache(self.plans, self.config)
         columns = lengths.pop()
-        padding = None if self.bound.padding is None else inputs[self.bound.padding]
+        padding = self.bound.padding_of(inputs)
         cache.begin_call(columns, None if padding is None else padding[:, :columns])
         for index in range(len(self.plans)):
             cache.store(given[2 * index], given[2 * index + 1], index)
@@ -115,6 +108,18 @@ class CachedCall:
         placed = dict(zip(places, phantoms, strict=True))
         rest = iter(outputs)
         return tuple(placed[i] if i in placed else next(rest) for i in range(self.bound.num_outputs))
+
+
+def run(compiled: Callable[..., Any], inputs: Sequence[Any], server: "Server") -> Any:
+    """The graph's outputs, its attentions served; a call that fails is closed."""
+    try:
+        with serving(server):
+            outputs = compiled(*inputs)
+    except BaseException:
+        server.cache.abort_call()
+        raise
+    server.cache.end_call()
+    return outputs
 
 
 def plans_of(bound: BoundCalls, config: KittyConfig) -> tuple[list[LayerPlan], KittyConfig]:

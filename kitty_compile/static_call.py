@@ -13,9 +13,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kitty_compile.cache import PagedCache
-from kitty_compile.cached_call import Server, plans_of
+from kitty_compile.cached_call import Server, plans_of, run
 from kitty_compile.config import KittyConfig
-from kitty_compile.kernels.serving import serving
 from kitty_compile.passes.bind_call import BoundCalls
 
 
@@ -45,15 +44,10 @@ class StaticCall:
         if owner not in _PAGES:
             _PAGES[owner] = _Pages(PagedCache(self.plans, self.config))
         pages: _Pages = _PAGES[owner]
-        padding = None if self.bound.padding is None else inputs[self.bound.padding]
-        try:
-            with serving(_StaticServer(pages, buffers, padding)):
-                outputs = self.compiled(*inputs)
-        except BaseException:
-            pages.cache.abort_call()
-            pages.newest = None
-            raise
-        pages.cache.end_call()
+        server = _StaticServer(pages, buffers, self.bound.padding_of(inputs))
+        # A call that fails half way leaves nothing to go on from.
+        pages.newest = None
+        outputs = run(self.compiled, inputs, server)
         pages.newest = buffers[-2][:, :, pages.cache.columns - 1].clone()
         return outputs
 
@@ -65,7 +59,7 @@ class StaticCall:
 class _StaticServer(Server):
     def __init__(self, pages: _Pages, buffers: Sequence[torch.Tensor], padding: torch.Tensor | None) -> None:
         super().__init__(pages.cache, padding)
-        self.pages, self.buffers = pages, buffers
+        self.newest, self.buffers = pages.newest, buffers
 
     def begin(self, num_columns: int, positions: torch.Tensor | None) -> None:
         assert positions is not None
@@ -75,9 +69,8 @@ class _StaticServer(Server):
         self.cache.begin_call(num_columns, self._padding(start + num_columns))
 
     def _goes_on(self, start: int) -> bool:
-        newest = self.pages.newest
         return start == self.cache.columns and (
-            start == 0 or (newest is not None and torch.equal(self.buffers[-2][:, :, start - 1], newest))
+            start == 0 or (self.newest is not None and torch.equal(self.buffers[-2][:, :, start - 1], self.newest))
         )
 
     def _take_over(self, start: int) -> None:

@@ -18,6 +18,8 @@ before, and attention does not read them. The third is a KittyCache in its mater
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -59,6 +61,10 @@ class BoundCalls:
     num_outputs: int
     kept: dict[fx.Node, str]
     num_fused: int = 0
+
+    def padding_of(self, inputs: Sequence[Any]) -> Any:
+        """The attention mask among what the graph is called with; None when its rows have no pads."""
+        return None if self.padding is None else inputs[self.padding]
 
     @property
     def is_static(self) -> bool:
