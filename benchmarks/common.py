@@ -49,17 +49,42 @@ def median_seconds(step: Callable[[], object], repeats: int, warmup: int = 3) ->
     return statistics.median(times)
 
 
-def graph_seconds(step: Callable[[], object], repeats: int = 20) -> float:
-    """Median device time of one replay of a CUDA graph of ``step``."""
+def graph_seconds(
+    step: Callable[[], object],
+    repeats: int = 20,
+    *,
+    least: float = 0.0,
+    most: int = 1,
+    before: Callable[[], object] | None = None,
+) -> float:
+    """Median device time of ``step`` in a CUDA graph, which holds as many steps as it takes to last ``least`` seconds, up to
+    ``most``, so that starting it does not count; ``before`` runs once at its beginning."""
+    count = 1
+    seconds = _replay_seconds(_record(step, 1, before), 3)
+    if seconds < least:
+        count = max(1, min(most, round(least / seconds)))
+    return _replay_seconds(_record(step, count, before), repeats) / count
+
+
+def _record(step: Callable[[], object], count: int, before: Callable[[], object] | None) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             step()
+        if before is not None:
+            before()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        if before is not None:
+            before()
+        for _ in range(count):
+            step()
+    return graph
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
     times = []
     for _ in range(repeats):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

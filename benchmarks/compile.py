@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, write_result
-from throughput import CONFIGS, DTYPE
+from shapes import CONFIGS, DTYPE
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DynamicCache
 

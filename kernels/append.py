@@ -95,15 +95,15 @@ def append_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_columns", "num_rows"])
-def advance_kernel(lengths_ptr, high_water_ptr, counts_ptr, num_columns, num_rows, ROWS: tl.constexpr):
-    """Lengths of all rows, in a launch of its own: the programs of the other kernels read them."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask = row < num_rows
-    count = num_columns
-    if counts_ptr is not None:
-        count = tl.load(counts_ptr + row, mask=mask, other=0)
-    length = tl.load(lengths_ptr + row, mask=mask, other=0) + count
-    tl.store(lengths_ptr + row, length, mask=mask)
-    high_water = tl.load(high_water_ptr + row, mask=mask, other=0)
-    tl.store(high_water_ptr + row, tl.maximum(high_water, length), mask=mask)
+@triton.jit
+def advance_row(row, lengths_ptr, high_water_ptr, counts_ptr, num_columns):
+    """Count a call's tokens into the length of a row."""
+    length = tl.load(lengths_ptr + row) + new_count(counts_ptr, row, num_columns)
+    tl.store(lengths_ptr + row, length)
+    tl.store(high_water_ptr + row, tl.maximum(tl.load(high_water_ptr + row), length))
+
+
+@triton.jit(do_not_specialize=["num_columns"])
+def advance_kernel(lengths_ptr, high_water_ptr, counts_ptr, num_columns):
+    """Grid (rows,). In a launch of its own where no merge comes last: the programs of the other kernels read the lengths."""
+    advance_row(tl.program_id(0), lengths_ptr, high_water_ptr, counts_ptr, num_columns)

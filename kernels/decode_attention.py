@@ -4,9 +4,10 @@
     sum_t p_t v_t = sum_t (p_t s_t) c_t + sum_t p_t z_t
 
 KV is the M side of every product and the query columns (new tokens x GQA group of one KV head) are the N side, so that the
-codes, which lie in memory as an A operand, go to the tensor cores as they are. The boosted channels' high bits are a second
-small product. What must fit fp16 is brought near 1 by powers of two: a query column by its largest |q| (once), scales and
-zeros by the page's largest; they are factored back in fp32.
+codes, which lie in memory as an A operand, go to the tensor cores as they are. Up to four columns stand in every other of the
+product's eight (``spread``): a thread holds two neighbours, and the empty one is dropped where it stands, before the softmax.
+The boosted channels' high bits are a second small product. What must fit fp16 is brought near 1 by powers of two: a query
+column by its largest |q| (once), scales and zeros by the page's largest; they are factored back in fp32.
 
 The order of statements in the loops was measured, as was one warp a program (see DESIGN, section 4).
 """
@@ -22,6 +23,7 @@ from kitty_compile.kernels.primitives import (
     WORD_ROWS,
     bfloat16_to_float32,
     call_columns,
+    close_up,
     dot,
     high_operand,
     key_operand,
@@ -31,13 +33,13 @@ from kitty_compile.kernels.primitives import (
     pages_of_split,
     partial_rows,
     power_of_two,
-    raw_slot,
     relative_scales,
     scale_exponent,
     score_units,
     softcapped,
     split_fields,
     split_tokens,
+    spread,
     value_operand,
     widen,
 )
@@ -88,14 +90,13 @@ def _sum_of_fields(parts):
 
 
 @triton.jit
-def _packed_scores(
-    record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
-    KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr, HAS_INDEX: tl.constexpr, KEY_HIGH: tl.constexpr,
+def load_key_page(
+    record_ptr, KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr, HAS_INDEX: tl.constexpr, KEY_HIGH: tl.constexpr,
     KEY_SCALE: tl.constexpr, KEY_ZERO: tl.constexpr, KEY_BOOST: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a packed key page as eight fp32 [16, N]: of the ``normalized`` query, which is ``query`` * 2**-``exponents``,
-    with the codes, and of the query itself with the zeros. ``units`` are 2**exponents."""
+    """A packed key page's low words [16 DIM], high words [SLOTS / 8, 32, 4], scales and zeros [DIM] as bits, boost [SLOTS]."""
     plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
+    high_words = None
     if NUM_SLOTS > 0:
         half = tl.arange(0, SLOTS // 8)[:, None, None]
         high_offsets = half * 128 + tl.arange(0, 32)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
@@ -106,50 +107,74 @@ def _packed_scores(
     low_words = load_padded(plane_ptr, WORD_ROWS * KEY_DIM, WORD_ROWS * DIM)
     zero_bits = load_padded(plane_ptr + KEY_ZERO // 2, KEY_DIM, DIM)
     scale_bits = load_padded(plane_ptr + KEY_SCALE // 2, KEY_DIM, DIM)
+    boost = None
     if HAS_INDEX:
         boost = load_padded(record_ptr.to(tl.pointer_type(tl.int32)) + KEY_BOOST // 4, NUM_SLOTS, SLOTS)
+    return low_words, high_words, scale_bits, zero_bits, boost
 
+
+@triton.jit
+def boosted_query(query_ptr, query_offsets, column_mask, exponents, boost, exponent):
+    """The query's boosted channels, normalised as the query is, times 4 * scale * 2**-exponent: fp16 [SLOTS, N]."""
+    pointers = query_ptr + query_offsets[None, :] + (boost >> 16)[:, None]
+    picked = widen(tl.load(pointers, mask=column_mask[None, :], other=0.0)) * power_of_two(-exponents)[None, :]
+    boost_scale = bfloat16_to_float32(boost) * power_of_two(-exponent)
+    return (picked * boost_scale[:, None]).to(tl.float16)
+
+
+@triton.jit
+def _packed_scores(
+    record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
+    SPREAD: tl.constexpr, KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr, HAS_INDEX: tl.constexpr,
+    KEY_HIGH: tl.constexpr, KEY_SCALE: tl.constexpr, KEY_ZERO: tl.constexpr, KEY_BOOST: tl.constexpr,
+    DIM: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Scores of a packed key page as eight fp32 [16, N / SPREAD]: of the ``normalized`` query, which is
+    ``query`` * 2**-``exponents``, with the codes, and of the query with the zeros. ``units`` [N / SPREAD] are 2**exponents."""
+    low_words, high_words, scale_bits, zero_bits, boost = load_key_page(
+        record_ptr, KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, DIM, SLOTS
+    )
     exponent = scale_exponent(scale_bits, SCALE_TOP)
     scaled_query = normalized * relative_scales(scale_bits, exponent)[:, None]
     scores = _dot_fields(key_operand(low_words, DIM), scaled_query, None)
     if HAS_INDEX:
-        pointers = query_ptr + query_offsets[None, :] + (boost >> 16)[:, None]
-        picked = widen(tl.load(pointers, mask=column_mask[None, :], other=0.0)) * power_of_two(-exponents)[None, :]
-        boost_scale = bfloat16_to_float32(boost) * power_of_two(-exponent)
-        scores = _dot_fields(high_operand(high_words, SLOTS), (picked * boost_scale[:, None]).to(tl.float16), scores)
+        high_query = boosted_query(query_ptr, query_offsets, column_mask, exponents, boost, exponent)
+        scores = _dot_fields(high_operand(high_words, SLOTS), high_query, scores)
     elif NUM_SLOTS > 0:
         scores = _dot_fields(high_operand(high_words, SLOTS), scaled_query * 4.0, scores)
 
     zero = tl.broadcast_to(zero_bits.to(query.dtype, bitcast=True)[None, :], [WORD_ROWS, DIM])
-    constant = dot(zero, query, tl.zeros([WORD_ROWS, query.shape[1]], tl.float32)) * score_scale
+    constant = close_up(dot(zero, query, tl.zeros([WORD_ROWS, query.shape[1]], tl.float32)), SPREAD) * score_scale
     unit = units * (score_scale * 2.0**CODE_EXPONENT) * power_of_two(exponent)
     finished = ()
     for field in tl.static_range(FIELDS):
-        finished = finished + (scores[field] * (unit * FIELD_WEIGHTS[field])[None, :] + constant,)
+        score = close_up(scores[field], SPREAD)
+        finished = finished + (score * (unit * FIELD_WEIGHTS[field])[None, :] + constant,)
     return finished
 
 
 @triton.jit
-def _raw_scores(record_ptr, query, score_scale, KEY_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Scores of a raw key page as eight fp32 [16, N]."""
+def _raw_scores(record_ptr, query, score_scale, SPREAD: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Scores of a raw key page as eight fp32 [16, N / SPREAD]."""
     channels = tl.arange(0, DIM)
     page_ptr = record_ptr.to(tl.pointer_type(query.dtype))
     offsets = tl.arange(0, WORD_ROWS)[:, None] * KEY_DIM + channels[None, :]
     scores = ()
     for field in tl.static_range(FIELDS):
         keys = tl.load(page_ptr + field * WORD_ROWS * KEY_DIM + offsets, mask=(channels < KEY_DIM)[None, :], other=0.0)
-        scores = scores + (dot(keys, query, tl.zeros([WORD_ROWS, query.shape[1]], tl.float32)) * score_scale,)
+        score = dot(keys, query, tl.zeros([WORD_ROWS, query.shape[1]], tl.float32))
+        scores = scores + (close_up(score, SPREAD) * score_scale,)
     return scores
 
 
 @triton.jit
 def _packed_values(
-    record_ptr, weights, alpha, zero_sum, exponent,
+    record_ptr, weights, alpha, zero_sum, exponent, SPREAD: tl.constexpr,
     IS_BFLOAT16: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BITS: tl.constexpr,
     VALUE_HIGH: tl.constexpr, VALUE_SCALE: tl.constexpr, VALUE_ZERO: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities (eight fp32 [16, N]) times a packed value page -> the codes' part [D, N] in units of VALUE_UNIT * 2**e,
-    the running sum of p z [16, N], and e, which grows from ``exponent`` as scales demand."""
+    """Probabilities (eight fp32 [16, N / SPREAD]) times a packed value page -> the codes' part [D, N / SPREAD] in units of
+    VALUE_UNIT * 2**e, the running sum of p z [16, N / SPREAD], and e, which grows from ``exponent`` as scales demand."""
     plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
     scale_bits = load_padded(plane_ptr + VALUE_SCALE // 2, PAGE_SIZE, PAGE_SIZE)
     low_words = load_padded(plane_ptr, WORD_ROWS * VALUE_DIM, WORD_ROWS * DIM)
@@ -168,7 +193,8 @@ def _packed_values(
         else:
             zero = zeros[FIELD_ORDER[index]].to(tl.float16, bitcast=True).to(tl.float32)
         zero_sum = zero_sum + weights[FIELD_ORDER[index]] * zero[:, None]
-        scaled = scaled + (weights[FIELD_ORDER[index]].to(tl.float16) * scales[FIELD_ORDER[index]][:, None],)
+        product = weights[FIELD_ORDER[index]].to(tl.float16) * scales[FIELD_ORDER[index]][:, None]
+        scaled = scaled + (spread(product, SPREAD),)
 
     low_fields = split_fields(value_operand(low_words, DIM))
     output = tl.dot(low_fields[FIELD_ORDER[0]], scaled[0])
@@ -178,140 +204,23 @@ def _packed_values(
         high_fields = split_fields(value_operand(high_words, DIM))
         for index in tl.static_range(FIELDS):
             output = tl.dot(high_fields[FIELD_ORDER[index]], scaled[index] * 4.0, output)
-    return output, zero_sum, exponent
+    return close_up(output, SPREAD), zero_sum, exponent
 
 
 @triton.jit
-def _raw_values(rows_ptr, row_offsets, weights, DTYPE: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Probabilities times 128 raw values, whose offsets from ``rows_ptr`` come as eight [16] parts -> [D, N]."""
-    channels = tl.arange(0, DIM)
-    mask = (channels < VALUE_DIM)[None, :]
-    output = tl.zeros([DIM, weights[0].shape[1]], tl.float32)
-    for field in tl.static_range(FIELDS):
-        values = tl.load(rows_ptr + row_offsets[field][:, None] + channels[None, :], mask=mask, other=0.0)
-        output = dot(tl.trans(values), narrow(weights[field], DTYPE), output)
-    return output
-
-
-@triton.jit
-def _ring_offsets(first_token, SINK: tl.constexpr, RING: tl.constexpr, VALUE_DIM: tl.constexpr):
-    offsets = ()
-    for field in tl.static_range(FIELDS):
-        token = first_token + field * WORD_ROWS + tl.arange(0, WORD_ROWS)
-        offsets = offsets + (raw_slot(token, SINK, RING) * VALUE_DIM,)
-    return offsets
-
-
-@triton.jit
-def attend_page_range(
-    query_ptr,  # the row's
-    query_offsets,  # [N]
-    column_mask,  # [N]
-    key_pages_ptr,
-    value_pages_ptr,
-    raw_value_ptr,  # the row's and head's
-    table_ptr,  # the row's
-    head,
-    first_page,
-    last_page,
-    score_scale,
-    score_cap,
-    HAS_SOFTCAP: tl.constexpr,
-    RAW_VALUES: tl.constexpr,
-    SINK: tl.constexpr,
-    VALUE_RING: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    KEY_HIGH: tl.constexpr,
-    KEY_SCALE: tl.constexpr,
-    KEY_ZERO: tl.constexpr,
-    KEY_BOOST: tl.constexpr,
-    KEY_BYTES: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_HIGH: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
-    VALUE_ZERO: tl.constexpr,
-    VALUE_BYTES: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+def _raw_values(
+    record_ptr, weights, DTYPE: tl.constexpr, SPREAD: tl.constexpr, VALUE_DIM: tl.constexpr, DIM: tl.constexpr
 ):
-    """Attention over pages [first_page, last_page) -> output [Dv, N] (already divided by the sum) and log2-sum-exp2 [N].
-
-    Scores are ``q . k * score_scale`` in units of log2, or with HAS_SOFTCAP ``score_cap * tanh(q . k * score_scale)``. With
-    RAW_VALUES the values of the pages are read from the ring: their K is packed, their V not yet.
-    """
-    DTYPE: tl.constexpr = query_ptr.dtype.element_ty
-    IS_BFLOAT16: tl.constexpr = DTYPE == tl.bfloat16
-    RAW_PAGES: tl.constexpr = RAW_VALUES or VALUE_BITS == 16
-    channels = tl.arange(0, KEY_BLOCK)
-    query_mask = column_mask[None, :] & (channels < KEY_DIM)[:, None]
-    query = tl.load(query_ptr + query_offsets[None, :] + channels[:, None], mask=query_mask, other=0.0)
-    normalized, exponents = normalize_columns(query, QUERY_TOP)
-    units = score_units(exponents, COLUMNS)
-
-    running_max = tl.full([COLUMNS], -float("inf"), tl.float32)
-    weight_sum = tl.zeros([WORD_ROWS, COLUMNS], tl.float32)
-    zero_sum = tl.zeros([WORD_ROWS, COLUMNS], tl.float32)
-    accumulator = tl.zeros([VALUE_BLOCK, COLUMNS], tl.float32)
-    value_exponent = -112
-    next_page = tl.load(table_ptr + first_page, mask=first_page < last_page, other=0)
-    for index in tl.range(first_page, last_page, num_stages=STAGES):
-        page = next_page.to(tl.int64)
-        next_page = tl.load(table_ptr + tl.minimum(index + 1, last_page - 1))
-        key_record_ptr = key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES
-        value_record_ptr = value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES
-        if KEY_BITS == 16:
-            scores = _raw_scores(key_record_ptr, query, score_scale, KEY_DIM, KEY_BLOCK)
-        else:
-            scores = _packed_scores(
-                key_record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
-                KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK, SLOT_BLOCK,
-            )  # fmt: skip
-        if HAS_SOFTCAP:
-            scores = _softcapped(scores, score_cap)
-        new_max = tl.maximum(running_max, _max_of_fields(scores))
-        base = (new_max - PROBABILITY_TOP)[None, :]
-        weights = ()
-        for field in tl.static_range(FIELDS):
-            weights = weights + (tl.exp2(scores[field] - base),)
-        alpha = tl.exp2(running_max - new_max)[None, :]
-        running_max = new_max
-        weight_sum = weight_sum * alpha + _sum_of_fields(weights)
-        if RAW_PAGES:
-            if RAW_VALUES:
-                row_offsets = _ring_offsets(index * PAGE_SIZE + SINK, SINK, VALUE_RING, VALUE_DIM)
-                rows_ptr = raw_value_ptr
-            else:
-                row_offsets = _ring_offsets(0, 0, PAGE_SIZE, VALUE_DIM)
-                rows_ptr = value_record_ptr.to(tl.pointer_type(DTYPE))
-            output = _raw_values(rows_ptr, row_offsets, weights, DTYPE, VALUE_DIM, VALUE_BLOCK)
-        else:
-            old_exponent = value_exponent
-            output, zero_sum, value_exponent = _packed_values(
-                value_record_ptr, weights, alpha, zero_sum, value_exponent,
-                IS_BFLOAT16, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK,
-            )  # fmt: skip
-            alpha = alpha * power_of_two(old_exponent - value_exponent)
-        # One flush a page: inside the tensor core a long fp32 sum drifts.
-        accumulator = accumulator * alpha + output
-    total = tl.sum(weight_sum, axis=0)
-    total = tl.where(total > 0.0, total, 1.0)
-    inverse = (1.0 / total)[None, :]
-    if RAW_PAGES:
-        result = accumulator * inverse
-    else:
-        result = (
-            accumulator * (inverse * VALUE_UNIT) * power_of_two(value_exponent)
-            + tl.sum(zero_sum, axis=0)[None, :] * inverse
-        )
-    return result, running_max - PROBABILITY_TOP + tl.log2(total)
+    """Probabilities times a raw value page -> [D, N / SPREAD]."""
+    channels = tl.arange(0, DIM)
+    page_ptr = record_ptr.to(tl.pointer_type(DTYPE))
+    offsets = tl.arange(0, WORD_ROWS)[:, None] * VALUE_DIM + channels[None, :]
+    output = tl.zeros([DIM, SPREAD * weights[0].shape[1]], tl.float32)
+    for field in tl.static_range(FIELDS):
+        rows_ptr = page_ptr + field * WORD_ROWS * VALUE_DIM
+        values = tl.load(rows_ptr + offsets, mask=(channels < VALUE_DIM)[None, :], other=0.0)
+        output = dot(tl.trans(values), spread(narrow(weights[field], DTYPE), SPREAD), output)
+    return close_up(output, SPREAD)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_columns", "num_splits", "num_parts", "first_part"])
@@ -319,7 +228,6 @@ def attend_pages_kernel(
     query_ptr,
     key_pages_ptr,
     value_pages_ptr,
-    raw_value_ptr,
     table_ptr,
     lengths_ptr,
     partial_ptr,  # fp32 [B * Hq * T, num_parts, Dv]
@@ -337,9 +245,7 @@ def attend_pages_kernel(
     GROUP: tl.constexpr,
     VALUE_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    RAW_VALUES: tl.constexpr,
     SINK: tl.constexpr,
-    VALUE_RING: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_BITS: tl.constexpr,
@@ -360,33 +266,88 @@ def attend_pages_kernel(
     VALUE_BLOCK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SPREAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid (num_splits * column blocks, KV heads, rows). A row's pages are dealt to the splits on the device; a split that
-    gets none says so with a log-sum-exp of -inf and writes no output."""
+    gets none says so with a log-sum-exp of -inf and writes no output.
+
+    What is stored is already divided by the sum. Scores are ``q . k * score_scale`` in units of log2, or with HAS_SOFTCAP
+    ``score_cap * tanh(q . k * score_scale)``.
+    """
     split = tl.program_id(0) % num_splits
     block = tl.program_id(0) // num_splits
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    first_page, last_page = pages_of_split(
-        tl.load(lengths_ptr + row), split, num_splits, SINK, VALUE_WINDOW, RAW_VALUES
-    )
-    column, member, is_real = call_columns(block, num_columns, GROUP, COLUMNS, COLUMNS)
-    rows = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP)
-    part = rows * num_parts + first_part + split
+    first_page, last_page = pages_of_split(tl.load(lengths_ptr + row), split, num_splits, SINK, VALUE_WINDOW, False)
+    PAIRS: tl.constexpr = COLUMNS // SPREAD
+    column, member, is_real = call_columns(block, num_columns, GROUP, PAIRS, PAIRS, 1)
+    part = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP) * num_parts + first_part + split
     if first_page >= last_page:
-        tl.store(lse_ptr + part, tl.full([COLUMNS], -float("inf"), tl.float32), mask=is_real)
+        tl.store(lse_ptr + part, tl.full([PAIRS], -float("inf"), tl.float32), mask=is_real)
         return
-    raw_value_ptr += (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
-    query_offsets = (head * GROUP + member) * query_stride_head + column * query_stride_column
-    result, lse = attend_page_range(
-        query_ptr + row * query_stride_row, query_offsets, is_real, key_pages_ptr, value_pages_ptr, raw_value_ptr,
-        table_ptr + row * table_stride, head, first_page, last_page, score_scale, score_cap, HAS_SOFTCAP, RAW_VALUES,
-        SINK, VALUE_RING, NUM_HEADS, KEY_DIM, KEY_BITS, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST,
-        KEY_BYTES, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BYTES,
-        KEY_BLOCK, VALUE_BLOCK, SLOT_BLOCK, COLUMNS, STAGES,
-    )  # fmt: skip
+
+    DTYPE: tl.constexpr = query_ptr.dtype.element_ty
+    query_column, query_member, column_mask = call_columns(block, num_columns, GROUP, PAIRS, COLUMNS, SPREAD)
+    query_offsets = (head * GROUP + query_member) * query_stride_head + query_column * query_stride_column
+    query_ptr += row * query_stride_row
+    table_ptr += row * table_stride
+    key_channels = tl.arange(0, KEY_BLOCK)
+    query_mask = column_mask[None, :] & (key_channels < KEY_DIM)[:, None]
+    query = tl.load(query_ptr + query_offsets[None, :] + key_channels[:, None], mask=query_mask, other=0.0)
+    normalized, exponents = normalize_columns(query, QUERY_TOP)
+    units = close_up(score_units(exponents, COLUMNS), SPREAD)
+
+    running_max = tl.full([PAIRS], -float("inf"), tl.float32)
+    weight_sum = tl.zeros([WORD_ROWS, PAIRS], tl.float32)
+    zero_sum = tl.zeros([WORD_ROWS, PAIRS], tl.float32)
+    accumulator = tl.zeros([VALUE_BLOCK, PAIRS], tl.float32)
+    value_exponent = -112
+    next_page = tl.load(table_ptr + first_page)
+    for index in tl.range(first_page, last_page, num_stages=STAGES):
+        page = next_page.to(tl.int64)
+        next_page = tl.load(table_ptr + tl.minimum(index + 1, last_page - 1))
+        key_record_ptr = key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES
+        value_record_ptr = value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES
+        if KEY_BITS == 16:
+            scores = _raw_scores(key_record_ptr, query, score_scale, SPREAD, KEY_DIM, KEY_BLOCK)
+        else:
+            scores = _packed_scores(
+                key_record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
+                SPREAD, KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK, SLOT_BLOCK,
+            )  # fmt: skip
+        if HAS_SOFTCAP:
+            scores = _softcapped(scores, score_cap)
+        new_max = tl.maximum(running_max, _max_of_fields(scores))
+        base = (new_max - PROBABILITY_TOP)[None, :]
+        weights = ()
+        for field in tl.static_range(FIELDS):
+            weights = weights + (tl.exp2(scores[field] - base),)
+        alpha = tl.exp2(running_max - new_max)[None, :]
+        running_max = new_max
+        weight_sum = weight_sum * alpha + _sum_of_fields(weights)
+        if VALUE_BITS == 16:
+            output = _raw_values(value_record_ptr, weights, DTYPE, SPREAD, VALUE_DIM, VALUE_BLOCK)
+        else:
+            old_exponent = value_exponent
+            output, zero_sum, value_exponent = _packed_values(
+                value_record_ptr, weights, alpha, zero_sum, value_exponent, SPREAD,
+                DTYPE == tl.bfloat16, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK,
+            )  # fmt: skip
+            alpha = alpha * power_of_two(old_exponent - value_exponent)
+        # One flush a page: inside the tensor core a long fp32 sum drifts.
+        accumulator = accumulator * alpha + output
+    total = tl.sum(weight_sum, axis=0)
+    total = tl.where(total > 0.0, total, 1.0)
+    inverse = (1.0 / total)[None, :]
+    if VALUE_BITS == 16:
+        result = accumulator * inverse
+    else:
+        result = (
+            accumulator * (inverse * VALUE_UNIT) * power_of_two(value_exponent)
+            + tl.sum(zero_sum, axis=0)[None, :] * inverse
+        )
     channels = tl.arange(0, VALUE_BLOCK)
     mask = is_real[None, :] & (channels < VALUE_DIM)[:, None]
     tl.store(partial_ptr + part[None, :] * VALUE_DIM + channels[:, None], result, mask=mask)
-    tl.store(lse_ptr + part, lse, mask=is_real)
+    tl.store(lse_ptr + part, running_max - PROBABILITY_TOP + tl.log2(total), mask=is_real)

@@ -6,36 +6,103 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kitty_compile.kernels.layout import PageLayout
+from kitty_compile.kernels.layout import FIELDS_PER_WORD, PAGE_SIZE, PageLayout, RawLayout
 
 _MAX_SPLITS = 256
 # What starting and ending a split costs, in pages.
 _SPLIT_OVERHEAD = 1.5
+# Registers allow this many warps of the page kernels on a multiprocessor.
+_WARPS_PER_PROCESSOR = 8
+# New columns times the GQA group that decode programs take.
+MAX_STEP_PAIRS = 16
 
 
-class ProgramShape(NamedTuple):
-    """How the query columns of one KV head are dealt to programs."""
+class StepPlan(NamedTuple):
+    """How a decode step is dealt to programs: partial outputs of page splits, then of raw tokens, then of mixed pages."""
 
-    columns: int  # of a program
-    warps: int  # of a program of the page kernels
-    rows: int  # columns of a residue program, padded to what a tensor core takes
-    residue_warps: int
-    tokens: int  # of a residue program's step
-    stages: int  # of the page kernels' software pipeline
-    is_decode: bool
+    columns: int  # of a product
+    blocks: int  # of columns
+    spread: int  # 2: columns stand in every other place of a product
+    splits: int
+    raw_parts: int
+    raw_steps: int  # of a raw part
+    raw_tokens: int  # of a step
+    mixed_parts: int
+    mixed_fields: int  # of a mixed part
+
+    @property
+    def num_parts(self) -> int:
+        return self.splits + self.raw_parts + self.mixed_parts
 
 
-def program_shape(num_pairs: int, layout: PageLayout) -> ProgramShape:
-    """``num_pairs`` = new columns times the GQA group. Decode takes one block of columns and one warp, which reads packed
-    words straight into a tensor core's operand; longer calls take wide blocks, so that they unpack less often."""
-    is_wide = max(layout.key_dim, layout.value_dim) > 128
-    if num_pairs <= 16:
-        columns = 8 if num_pairs <= 8 or is_wide else 16
-        return ProgramShape(columns, 1, 16, 2 if is_wide else 1, 16, 3, True)
-    columns = 64 if num_pairs <= 64 or is_wide else 128
-    return ProgramShape(
-        columns, 8 if is_wide else columns // 16, columns, columns // 16, *((32, 1) if is_wide else (64, 2)), False
+class BlockPlan(NamedTuple):
+    """How a block of a longer call's columns is dealt to programs: splits of pages, one part of raw tokens, mixed pages."""
+
+    columns: int  # of a program: wide blocks, so that pages are unpacked less often
+    warps: int  # of a page program
+    raw_warps: int
+    raw_tokens: int  # of a raw program's step
+    stages: int  # of the page program's software pipeline
+    splits: int
+    mixed_parts: int
+
+    @property
+    def num_parts(self) -> int:
+        return self.splits + 1 + self.mixed_parts
+
+
+def is_step(num_columns: int, group: int, raw: RawLayout) -> bool:
+    """Is a call so short that it may be appended before it attends, and may few programs take its columns?"""
+    return num_columns <= raw.rollback_window and num_columns * group <= MAX_STEP_PAIRS
+
+
+def plan_step(heads: int, num_columns: int, group: int, max_pages: int, raw: RawLayout, processors: int) -> StepPlan:
+    """For ``heads`` KV heads over all rows. One warp a program reads packed words straight into a tensor core's operand."""
+    pairs, columns = num_columns * group, 8
+    blocks, most_raw = _ceil_div(pairs, columns), raw.sink_length + PAGE_SIZE - 1 + num_columns
+    # Few rows are done the sooner the more programs share them, many rows the fewer instructions they take.
+    is_small = heads <= processors
+    raw_tokens = 32 if is_small else 64
+    raw_steps = 1 if heads <= 4 * processors else _ceil_div(most_raw, raw_tokens)
+    mixed_fields = FIELDS_PER_WORD // 2 if is_small else FIELDS_PER_WORD
+    return StepPlan(
+        columns,
+        blocks,
+        spread=2 if pairs <= 4 else 1,
+        splits=choose_splits(heads * blocks, max_pages, processors * _WARPS_PER_PROCESSOR),
+        raw_parts=_ceil_div(most_raw, raw_steps * raw_tokens),
+        raw_steps=raw_steps,
+        raw_tokens=raw_tokens,
+        mixed_parts=raw.max_mixed_pages * (FIELDS_PER_WORD // mixed_fields),
+        mixed_fields=mixed_fields,
     )
+
+
+def plan_block(
+    heads: int, num_columns: int, group: int, max_pages: int, layout: PageLayout, raw: RawLayout, processors: int
+) -> BlockPlan:
+    """For ``heads`` KV heads over all rows and ``max_pages`` pages, 0 where the cache is empty."""
+    is_wide, pairs = is_wide_head(layout), num_columns * group
+    columns = 64 if pairs <= 64 or is_wide else 128
+    warps = 8 if is_wide else columns // 16
+    room = processors * _WARPS_PER_PROCESSOR // warps
+    return BlockPlan(
+        columns,
+        warps,
+        raw_warps=columns // 16,
+        raw_tokens=32 if is_wide else 64,
+        stages=1 if is_wide else 2,
+        splits=choose_splits(heads * _ceil_div(pairs, columns), max_pages, room) if max_pages else 0,
+        mixed_parts=raw.max_mixed_pages if max_pages else 0,
+    )
+
+
+def is_wide_head(layout: PageLayout) -> bool:
+    return max(layout.key_dim, layout.value_dim) > 128
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,25 +1,31 @@
-"""Merge partial attention outputs by their log-sum-exps, learned sinks included."""
+"""Merge partial attention outputs by their log-sum-exps, learned sinks included; as the last kernel of a step, advance it."""
 
 import triton
 import triton.language as tl
 
+from kitty_compile.kernels.append import advance_row
 from kitty_compile.kernels.primitives import narrow
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "num_parts", "num_tokens", "batch"])
 def merge_splits_kernel(
     partial_ptr,  # fp32 [num_rows, num_parts, Dv]
     lse_ptr,  # fp32 [num_rows, num_parts], -inf where a part has no output
     output_ptr,
     sinks_ptr,  # [Hq] or None
+    lengths_ptr,  # i32 [B], or None where something after this kernel still reads them
+    high_water_ptr,
+    counts_ptr,
     output_stride_row,
     output_stride_head,
     output_stride_column,
     num_rows,
     num_columns,
     num_parts,
+    num_tokens,
+    batch,
     QUERY_HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     LARGEST: tl.constexpr,  # of the output's dtype
@@ -29,6 +35,9 @@ def merge_splits_kernel(
 ):
     """Grid (blocks of ROWS rows, blocks of CHANNELS channels). A row is (batch row, query head, column); a row that sees
     nothing comes out as 0."""
+    if lengths_ptr is not None and tl.program_id(1) == 0:
+        for advanced in range(tl.program_id(0), batch, tl.num_programs(0)):
+            advance_row(advanced, lengths_ptr, high_water_ptr, counts_ptr, num_tokens)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.arange(0, PARTS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)

@@ -190,7 +190,7 @@ def prefill_pages_kernel(
     first_page, last_page = pages_of_split(
         tl.load(lengths_ptr + row), split, num_splits, SINK, VALUE_WINDOW, RAW_VALUES
     )
-    column, member, is_real = call_columns(block, num_columns, GROUP, COLUMNS, COLUMNS)
+    column, member, is_real = call_columns(block, num_columns, GROUP, COLUMNS, COLUMNS, 1)
     part = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP) * num_parts + first_part + split
     if first_page >= last_page:
         tl.store(lse_ptr + part, tl.full([COLUMNS], -float("inf"), tl.float32), mask=is_real)

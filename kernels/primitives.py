@@ -330,12 +330,34 @@ def sealed_pages(length, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def call_columns(block, num_columns, GROUP: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """A block of the COLUMNS (new column, head of the group) pairs that share a KV head, padded to ROWS: column, head in the
-    group, whether real."""
-    index = tl.arange(0, ROWS)
+def call_columns(
+    block, num_columns, GROUP: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr
+):
+    """A block of the COLUMNS (new column, head of the group) pairs that share a KV head, SPREAD apart and padded to ROWS:
+    column, head in the group, whether real."""
+    index = tl.arange(0, ROWS) // SPREAD
     pair = block * COLUMNS + index
-    return pair // GROUP, pair % GROUP, (index < COLUMNS) & (pair < num_columns * GROUP)
+    is_real = (index < COLUMNS) & (pair < num_columns * GROUP) & (tl.arange(0, ROWS) % SPREAD == 0)
+    return pair // GROUP, pair % GROUP, is_real
+
+
+@triton.jit
+def close_up(spread_columns, SPREAD: tl.constexpr):
+    """[X, N] or [N] -> the columns that ``call_columns`` uses, N / SPREAD of them. SPREAD is 1 or 2."""
+    if SPREAD == 1:
+        columns = spread_columns
+    elif len(spread_columns.shape) == 1:
+        columns, _ = tl.split(tl.reshape(spread_columns, [spread_columns.shape[0] // 2, 2]))
+    else:
+        columns, _ = tl.split(tl.reshape(spread_columns, [spread_columns.shape[0], spread_columns.shape[1] // 2, 2]))
+    return columns
+
+
+@triton.jit
+def spread(columns, SPREAD: tl.constexpr):
+    """The inverse of ``close_up`` on [X, N]: columns stand SPREAD times side by side, what is made of the others is dropped."""
+    rows = tl.broadcast_to(columns[:, :, None], [columns.shape[0], columns.shape[1], SPREAD])
+    return tl.reshape(rows, [columns.shape[0], SPREAD * columns.shape[1]])
 
 
 @triton.jit

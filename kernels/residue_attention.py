@@ -1,13 +1,11 @@
-"""Attention over what is not packed: the sink, the raw tail of K, the call's own tokens, and pages whose V is still raw.
+"""Attention of a longer call over the sink, the raw tail of K and its own tokens.
 
-The raw tokens of a row are numbered through: sink, tail, own. One loop serves a decode step (the tokens are dealt to a few
-programs) and prefill of any length (one program walks all tokens up to its columns' causal edge).
+The raw tokens of a row are numbered through: sink, tail, own. A program walks all tokens up to its columns' causal edge.
 """
 
 import triton
 import triton.language as tl
 
-from kitty_compile.kernels.decode_attention import attend_page_range
 from kitty_compile.kernels.prefill_attention import softmax_result, softmax_step
 from kitty_compile.kernels.primitives import (
     PAGE_SIZE,
@@ -85,25 +83,13 @@ def _attend_raw_range(
     return softmax_result(running_max, total, accumulator)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "first_column",
-        "num_columns",
-        "num_new",
-        "num_raw_parts",
-        "num_parts",
-        "first_part",
-    ]
-)
+@triton.jit(do_not_specialize=["first_column", "num_columns", "num_new", "num_parts", "part"])
 def attend_residue_kernel(
     query_ptr,  # columns first_column .. first_column + num_columns of the call
     key_ptr,
     value_ptr,
-    key_pages_ptr,
     raw_key_ptr,
     raw_value_ptr,
-    table_ptr,
     lengths_ptr,
     counts_ptr,
     columns_ptr,
@@ -118,96 +104,54 @@ def attend_residue_kernel(
     value_stride_row,
     value_stride_head,
     value_stride_column,
-    table_stride,
     first_column,
     num_columns,
     num_new,
-    num_raw_parts,
     num_parts,
-    first_part,
+    part,
     score_scale,
     score_cap,
     GROUP: tl.constexpr,
-    VALUE_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_EMPTY: tl.constexpr,
-    MIXED_PAGES: tl.constexpr,
     SINK: tl.constexpr,
     KEY_RING: tl.constexpr,
     VALUE_RING: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    KEY_HIGH: tl.constexpr,
-    KEY_SCALE: tl.constexpr,
-    KEY_ZERO: tl.constexpr,
-    KEY_BOOST: tl.constexpr,
-    KEY_BYTES: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PART_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid ((raw parts + MIXED_PAGES) * column blocks, KV heads, rows). A raw part takes PART_TOKENS raw tokens, the last one
-    also the rest; a mixed part takes one page whose K is packed and whose V is not."""
-    parts = num_raw_parts + MIXED_PAGES
-    part = tl.program_id(0) % parts
+    """Grid (column blocks, KV heads, rows)."""
     # The last columns see the most tokens: they start first.
-    block = tl.num_programs(0) // parts - 1 - tl.program_id(0) // parts
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = 0
     if not IS_EMPTY:
         length = tl.load(lengths_ptr + row)
-    query_ptr += row * query_stride_row
-    raw_value_ptr += (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
+    column, member, is_real = call_columns(block, num_columns, GROUP, COLUMNS, COLUMNS, 1)
+    query_offsets = (head * GROUP + member) * query_stride_head + column * query_stride_column
+    last_column = first_column + tl.minimum((block * COLUMNS + COLUMNS - 1) // GROUP, num_columns - 1)
+    num_own = tl.minimum(new_count(counts_ptr, row, num_new), last_column + 1)
+    sink_count = tl.minimum(length, SINK)
+    num_cached = length - sealed_pages(length, SINK) * PAGE_SIZE
+    result, lse = _attend_raw_range(
+        query_ptr + row * query_stride_row, query_offsets, first_column + column, is_real,
+        key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head,
+        value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head,
+        raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM),
+        raw_value_ptr + (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM),
+        row_columns(columns_ptr, row, num_new), key_stride_column, value_stride_column, 0, num_cached + num_own,
+        sink_count, num_cached, length, score_scale, score_cap, HAS_SOFTCAP, SINK, KEY_RING, VALUE_RING, KEY_DIM,
+        VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, COLUMNS, TOKENS, STAGES,
+    )  # fmt: skip
+    place = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP) * num_parts + part
     channels = tl.arange(0, VALUE_BLOCK)
-    in_head = channels < VALUE_DIM
-    if part < num_raw_parts:
-        column, member, is_real = call_columns(block, num_columns, GROUP, COLUMNS, ROWS)
-        query_offsets = (head * GROUP + member) * query_stride_head + column * query_stride_column
-        query_column = first_column + column
-        last_column = first_column + tl.minimum((block * COLUMNS + COLUMNS - 1) // GROUP, num_columns - 1)
-        num_own = tl.minimum(new_count(counts_ptr, row, num_new), last_column + 1)
-        sink_count = tl.minimum(length, SINK)
-        num_cached = length - sealed_pages(length, SINK) * PAGE_SIZE
-        first = part * PART_TOKENS
-        last = num_cached + num_own
-        if part + 1 < num_raw_parts:
-            last = tl.minimum(last, first + PART_TOKENS)
-        result, lse = _attend_raw_range(
-            query_ptr, query_offsets, query_column, is_real,
-            key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head,
-            value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head,
-            raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM), raw_value_ptr,
-            row_columns(columns_ptr, row, num_new), key_stride_column, value_stride_column, first, last, sink_count,
-            num_cached, length, score_scale, score_cap, HAS_SOFTCAP, SINK, KEY_RING, VALUE_RING, KEY_DIM, VALUE_DIM,
-            KEY_BLOCK, VALUE_BLOCK, ROWS, TOKENS, STAGES,
-        )  # fmt: skip
-        place = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP) * num_parts + first_part + part
-        mask = is_real[:, None] & in_head[None, :]
-        tl.store(partial_ptr + place[:, None] * VALUE_DIM + channels[None, :], result, mask=mask)
-        tl.store(lse_ptr + place, lse, mask=is_real)
-    elif MIXED_PAGES > 0:
-        page_column, page_member, is_page = call_columns(block, num_columns, GROUP, COLUMNS, COLUMNS)
-        page_offsets = (head * GROUP + page_member) * query_stride_head + page_column * query_stride_column
-        first_page = sealed_pages(length, SINK + VALUE_WINDOW) + part - num_raw_parts
-        last_page = tl.minimum(first_page + 1, sealed_pages(length, SINK))
-        page_result, page_lse = attend_page_range(
-            query_ptr, page_offsets, is_page, key_pages_ptr, key_pages_ptr, raw_value_ptr,
-            table_ptr + row * table_stride, head, first_page, last_page, score_scale, score_cap, HAS_SOFTCAP, True,
-            SINK, VALUE_RING, NUM_HEADS, KEY_DIM, KEY_BITS, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO,
-            KEY_BOOST, KEY_BYTES, VALUE_DIM, 16, 0, 0, 0, 0, KEY_BLOCK, VALUE_BLOCK, SLOT_BLOCK, COLUMNS, 1,
-        )  # fmt: skip
-        page_place = partial_rows(row, head, page_column, page_member, num_columns, NUM_HEADS, GROUP)
-        page_place = page_place * num_parts + first_part + part
-        page_mask = is_page[None, :] & in_head[:, None]
-        tl.store(partial_ptr + page_place[None, :] * VALUE_DIM + channels[:, None], page_result, mask=page_mask)
-        tl.store(lse_ptr + page_place, page_lse, mask=is_page)
+    mask = is_real[:, None] & (channels < VALUE_DIM)[None, :]
+    tl.store(partial_ptr + place[:, None] * VALUE_DIM + channels[None, :], result, mask=mask)
+    tl.store(lse_ptr + place, lse, mask=is_real)

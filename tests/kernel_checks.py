@@ -8,15 +8,29 @@ from tests.kernel_cases import dense_attention, token_columns
 
 
 def attend(case, *, scale, softcap=0.0, sinks=None, is_empty=False):
-    return triton_backend.attend(
+    """Attention alone: of a copy, since a step is taken in as well."""
+    return attend_and_update(case.to(case.query.device), scale=scale, softcap=softcap, sinks=sinks, is_empty=is_empty)
+
+
+def attend_and_update(case, *, scale, softcap=0.0, sinks=None, is_empty=False, seed=-1, layer=0):
+    return triton_backend.attend_and_update(
         case.query, case.key, case.value, case.columns, case.counts, case.state, case.layout, case.raw,
-        scale=scale, softcap=softcap, sinks=sinks, is_empty=is_empty,
+        scale=scale, softcap=softcap, sinks=sinks, is_empty=is_empty, seed=seed, layer=layer,
     )  # fmt: skip
 
 
 def update(case, *, seed=-1, layer=0):
     call = case.key, case.value, case.columns, case.counts
     triton_backend.update(*call, case.state, case.layout, case.raw, seed=seed, layer=layer)
+
+
+def check_step(case, *, seed=-1, layer=0):
+    """``attend_and_update`` leaves every byte of the state as the torch kernels' ``update`` does."""
+    apart = case.to("cpu")
+    attend_and_update(case, scale=case.layout.key_dim**-0.5, seed=seed, layer=layer)
+    call = apart.key, apart.value, apart.columns, apart.counts
+    update_torch.update(*call, apart.state, case.layout, case.raw, seed=seed, layer=layer)
+    assert_same_state(case.state, apart.state)
 
 
 def check_attention(case, *, scale=None, softcap=0.0, sinks=None, is_empty=False, factor=2.0):

@@ -1,0 +1,32 @@
+"""A decode step in one go (``attend_and_update``), which appends before it attends, leaves the state as ``update`` does."""
+
+import pytest
+import torch
+
+from kitty_compile.kernels.layout import RawLayout
+from tests.kernel_cases import make_case, make_layout
+from tests.kernel_checks import check_step
+
+RAW = RawLayout(sink_length=32, value_window=128, rollback_window=32)
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+def test_rows_that_seal_and_rows_that_do_not(num_columns):
+    layout = make_layout(torch.bfloat16, key_dim=32, heads=1, num_boosted=4)
+    check_step(make_case(layout, RAW, [287, 0, 300, 415], num_columns=num_columns, group=4))
+
+
+def test_rows_that_bring_no_token():
+    layout = make_layout(key_dim=32, heads=1, num_boosted=4)
+    check_step(make_case(layout, RAW, [287, 159, 31], group=2, pads=[1, 0, 0]))
+
+
+def test_longer_calls_and_no_rollback_window():
+    layout = make_layout(key_dim=32, heads=1, num_boosted=4)
+    check_step(make_case(layout, RAW, [150, 3], num_columns=40, group=1))
+    check_step(make_case(layout, RawLayout(32, 128, 0), [287, 5], group=1))
+
+
+def test_more_rows_than_programs_of_the_merge():
+    layout = make_layout(key_dim=16, heads=1, num_boosted=4)
+    check_step(make_case(layout, RAW, [33 + row for row in range(5)], group=1))
