@@ -24,6 +24,7 @@ from kitty_compile.kernels.primitives import (
     bfloat16_to_float32,
     call_columns,
     close_up,
+    deal_splits,
     dot,
     high_operand,
     key_operand,
@@ -223,23 +224,24 @@ def _raw_values(
     return close_up(output, SPREAD)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_columns", "num_splits", "num_parts", "first_part"])
+@triton.jit(do_not_specialize=["table_stride", "num_columns", "num_splits", "num_blocks", "batch"])
 def attend_pages_kernel(
     query_ptr,
     key_pages_ptr,
     value_pages_ptr,
     table_ptr,
     lengths_ptr,
-    partial_ptr,  # fp32 [B * Hq * T, num_parts, Dv]
-    lse_ptr,  # fp32 [B * Hq * T, num_parts]
+    partial_ptr,  # fp32 [B * num_splits * Hq * T, Dv]
+    lse_ptr,  # fp32 [B * num_splits * Hq * T]
+    dealt_ptr,  # i32 [2, B], written for the merge: the first split of each row and their number; None: all have num_splits
     query_stride_row,
     query_stride_head,
     query_stride_column,
     table_stride,
     num_columns,
     num_splits,
-    num_parts,
-    first_part,
+    num_blocks,
+    batch,
     score_scale,
     score_cap,
     GROUP: tl.constexpr,
@@ -267,24 +269,38 @@ def attend_pages_kernel(
     SLOT_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPREAD: tl.constexpr,
+    DEALT_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (num_splits * column blocks, KV heads, rows). A row's pages are dealt to the splits on the device; a split that
-    gets none says so with a log-sum-exp of -inf and writes no output.
+    """Grid (KV heads, B * num_splits * column blocks). The splits are dealt to the rows by their lengths, or evenly where
+    ``dealt_ptr`` is None; a row's pages are dealt to its splits. A split that gets none says so with a log-sum-exp of -inf.
 
     What is stored is already divided by the sum. Scores are ``q . k * score_scale`` in units of log2, or with HAS_SOFTCAP
     ``score_cap * tanh(q . k * score_scale)``.
     """
-    split = tl.program_id(0) % num_splits
-    block = tl.program_id(0) // num_splits
-    head = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    first_page, last_page = pages_of_split(tl.load(lengths_ptr + row), split, num_splits, SINK, VALUE_WINDOW, False)
+    head = tl.program_id(0)
+    index = tl.program_id(1) // num_blocks
+    block = tl.program_id(1) % num_blocks
+    if dealt_ptr is not None:
+        counts, ends = deal_splits(lengths_ptr, batch, num_splits, SINK, VALUE_WINDOW, DEALT_ROWS)
+        row = tl.sum((ends <= index).to(tl.int32), axis=0)
+        if row >= batch:
+            return
+        split = index - tl.sum(tl.where(ends <= index, counts, 0), axis=0)
+        splits = tl.sum(tl.where(tl.arange(0, DEALT_ROWS) == row, counts, 0), axis=0)
+        tl.store(dealt_ptr + row, index - split)
+        tl.store(dealt_ptr + batch + row, splits)
+    else:
+        row = index // num_splits
+        split = index % num_splits
+        splits = num_splits
+    row = row.to(tl.int64)
+    first_page, last_page = pages_of_split(tl.load(lengths_ptr + row), split, splits, SINK, VALUE_WINDOW, False)
     PAIRS: tl.constexpr = COLUMNS // SPREAD
     column, member, is_real = call_columns(block, num_columns, GROUP, PAIRS, PAIRS, 1)
-    part = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP) * num_parts + first_part + split
+    place = partial_rows(index.to(tl.int64), head, column, member, num_columns, NUM_HEADS, GROUP)
     if first_page >= last_page:
-        tl.store(lse_ptr + part, tl.full([PAIRS], -float("inf"), tl.float32), mask=is_real)
+        tl.store(lse_ptr + place, tl.full([PAIRS], -float("inf"), tl.float32), mask=is_real)
         return
 
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
@@ -349,5 +365,5 @@ def attend_pages_kernel(
         )
     channels = tl.arange(0, VALUE_BLOCK)
     mask = is_real[None, :] & (channels < VALUE_DIM)[:, None]
-    tl.store(partial_ptr + part[None, :] * VALUE_DIM + channels[:, None], result, mask=mask)
-    tl.store(lse_ptr + part, running_max - PROBABILITY_TOP + tl.log2(total), mask=is_real)
+    tl.store(partial_ptr + place[None, :] * VALUE_DIM + channels[:, None], result, mask=mask)
+    tl.store(lse_ptr + place, running_max - PROBABILITY_TOP + tl.log2(total), mask=is_real)

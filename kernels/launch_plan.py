@@ -18,21 +18,17 @@ MAX_STEP_PAIRS = 16
 
 
 class StepPlan(NamedTuple):
-    """How a decode step is dealt to programs: partial outputs of page splits, then of raw tokens, then of mixed pages."""
+    """How a decode step is dealt to programs."""
 
     columns: int  # of a product
     blocks: int  # of columns
     spread: int  # 2: columns stand in every other place of a product
-    splits: int
+    splits: int  # of a row's pages, on average
     raw_parts: int
     raw_steps: int  # of a raw part
     raw_tokens: int  # of a step
     mixed_parts: int
     mixed_fields: int  # of a mixed part
-
-    @property
-    def num_parts(self) -> int:
-        return self.splits + self.raw_parts + self.mixed_parts
 
 
 class BlockPlan(NamedTuple):

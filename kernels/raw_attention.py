@@ -87,7 +87,7 @@ def _attend_tokens(
     return softmax_result(running_max, total, accumulator)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_columns", "num_raw_parts", "num_parts", "first_part"])
+@triton.jit(do_not_specialize=["table_stride", "num_columns", "num_raw_parts"])
 def attend_raw_kernel(
     query_ptr,
     key_pages_ptr,
@@ -97,16 +97,14 @@ def attend_raw_kernel(
     lengths_ptr,  # as they were before the step
     counts_ptr,
     columns_ptr,
-    partial_ptr,  # fp32 [B * Hq * T, num_parts, Dv]
-    lse_ptr,  # fp32 [B * Hq * T, num_parts]
+    partial_ptr,  # fp32 [B * Hq * T, raw and mixed parts, Dv]
+    lse_ptr,  # fp32 [B * Hq * T, raw and mixed parts]
     query_stride_row,
     query_stride_head,
     query_stride_column,
     table_stride,
     num_columns,
     num_raw_parts,
-    num_parts,
-    first_part,
     score_scale,
     score_cap,
     GROUP: tl.constexpr,
@@ -164,14 +162,14 @@ def attend_raw_kernel(
             score_cap, HAS_SOFTCAP, IS_SINGLE, SINK, KEY_RING, VALUE_RING, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK,
             ROWS, TOKENS, STEPS,
         )  # fmt: skip
-        place = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP) * num_parts + first_part + part
+        place = partial_rows(row, head, column, member, num_columns, NUM_HEADS, GROUP) * parts + part
         mask = is_real[:, None] & in_head[None, :]
         tl.store(partial_ptr + place[:, None] * VALUE_DIM + channels[None, :], result, mask=mask)
         tl.store(lse_ptr + place, lse, mask=is_real)
     elif MIXED_PAGES > 0:
         page_column, page_member, is_page = call_columns(block, num_columns, GROUP, COLUMNS, COLUMNS, 1)
         page_place = partial_rows(row, head, page_column, page_member, num_columns, NUM_HEADS, GROUP)
-        page_place = page_place * num_parts + first_part + part
+        page_place = page_place * parts + part
         mixed_part = part - num_raw_parts
         index = sealed_pages(length, SINK + VALUE_WINDOW) + mixed_part // PAGE_PARTS
         if index < num_packed:

@@ -8,6 +8,7 @@ from kitty_compile.kernels.append import append_tokens
 from kitty_compile.kernels.primitives import (
     FIELD_PREMULTIPLIER,
     FIELDS,
+    IS_INTERPRETED,
     PAGE_SIZE,
     WORD_ROWS,
     bfloat16_to_float32,
@@ -27,6 +28,7 @@ from kitty_compile.kernels.primitives import (
 )
 
 MAX_SCALE = tl.constexpr(reference.MAX_SCALE)
+LARGEST = tl.constexpr(3.4028234663852886e38)
 MIN_SCALE = tl.constexpr(reference.MIN_SCALE)
 SCORE_BITS = tl.constexpr(reference.SCORE_BITS)
 
@@ -38,10 +40,32 @@ def _stored_scale(low, high, levels):
 
 
 @triton.jit
-def _quantize(values, zero, step, levels):
-    steps = tl.floor(tl.div_rn(values - zero, tl.where(step == 0.0, 1.0, step)) + 0.5)
-    codes = tl.minimum(tl.maximum(steps, 0.0), levels)
-    return tl.where(step == 0.0, 0.0, codes).to(tl.int32)
+def _divide(numbers, step, reciprocal):
+    """numbers / step, correctly rounded, with ``reciprocal`` = 1 / step, correctly rounded: one division for many numbers.
+
+    A quotient within one unit in the last place is refined by its exact remainder (Markstein, IBM J. Res. Dev. 34, 1990). Steps
+    are far enough from the ends of fp32's range for remainders to be exact.
+    """
+    if IS_INTERPRETED:  # which rounds twice in fma
+        quotients = tl.div_rn(numbers, step)
+    else:
+        quotients = numbers * reciprocal
+        quotients = tl.fma(tl.fma(-quotients, step, numbers), reciprocal, quotients)
+        quotients = tl.fma(tl.fma(-quotients, step, numbers), reciprocal, quotients)
+    return quotients
+
+
+@triton.jit
+def _quantize(values, zero, scale, levels, AXIS: tl.constexpr):
+    """Codes i32 of values; ``zero`` (the least of them), ``scale`` and ``levels`` lie along the other axis than AXIS."""
+    step = tl.where(scale == 0.0, 1.0, scale)
+    reciprocal = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    # An infinite difference would have no remainder, the largest finite one has the same code.
+    numbers = tl.minimum(values - tl.expand_dims(zero, AXIS), LARGEST)
+    # Not negative, so that truncation is the floor.
+    codes = (_divide(numbers, tl.expand_dims(step, AXIS), tl.expand_dims(reciprocal, AXIS)) + 0.5).to(tl.int32)
+    most = tl.where(scale == 0.0, 0, levels)
+    return tl.minimum(codes, tl.expand_dims(most, AXIS))
 
 
 @triton.jit
@@ -67,9 +91,9 @@ def _magnitude_scores(keys):
 @triton.jit
 def _best_channels(scores, channels, NUM_BOOSTED: tl.constexpr):
     """Whether each channel is among the best-scored NUM_BOOSTED: fewer than that many others come before it."""
-    above = scores[None, :] > scores[:, None]
-    tied = (scores[None, :] == scores[:, None]) & (channels[None, :] < channels[:, None])
-    return tl.sum((above | tied).to(tl.int32), axis=1) < NUM_BOOSTED
+    # A tie goes to the lower channel.
+    before = scores[None, :] + (channels[None, :] < channels[:, None]).to(tl.int32) > scores[:, None]
+    return tl.sum(before.to(tl.int32), axis=1) < NUM_BOOSTED
 
 
 @triton.jit
@@ -135,10 +159,10 @@ def _seal_key_page(
         else:
             boosted = channels < 0
             slots = channels
-        levels = tl.where(boosted, 15.0, 3.0)
-        scale_bits = _stored_scale(low, high, levels)
+        levels = tl.where(boosted, 15, 3)
+        scale_bits = _stored_scale(low, high, levels.to(tl.float32))
         scale = bfloat16_to_float32(scale_bits)
-        codes = _quantize(keys, low[None, :], scale[None, :], levels[None, :])
+        codes = _quantize(keys, low, scale, levels, 0)
 
         planes = record_ptr.to(tl.pointer_type(tl.int16))
         words = tl.arange(0, WORD_ROWS * DIM)
@@ -184,9 +208,9 @@ def _seal_value_page(
         values = widen(stored)
         low = tl.min(tl.where(in_head[None, :], values, float("inf")), axis=1) + 0.0
         high = tl.max(tl.where(in_head[None, :], values, -float("inf")), axis=1)
-        levels = tl.full([PAGE_SIZE], (1 << VALUE_BITS) - 1, tl.float32)
-        scale = bfloat16_to_float32(_stored_scale(low, high, levels))
-        codes = _quantize(values, low[:, None], scale[:, None], levels[:, None])
+        levels = tl.full([PAGE_SIZE], (1 << VALUE_BITS) - 1, tl.int32)
+        scale = bfloat16_to_float32(_stored_scale(low, high, levels.to(tl.float32)))
+        codes = _quantize(values, low, scale, levels, 1)
 
         planes = record_ptr.to(tl.pointer_type(tl.int16))
         words = tl.arange(0, WORD_ROWS * DIM)

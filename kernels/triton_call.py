@@ -11,6 +11,7 @@ from kitty_compile.kernels.merge_splits import LOG2_E, merge_splits_kernel
 from kitty_compile.kernels.triton_update import dense_channels, is_short, require_half_precision
 
 _MERGE_ELEMENTS = 4096
+_MERGED_SPLITS = 128
 
 
 class Call(NamedTuple):
@@ -103,25 +104,38 @@ class Parts(NamedTuple):
     lse: torch.Tensor  # fp32 [B * Hq * T, parts]
 
 
+class Splits(NamedTuple):
+    """Partial outputs over packed pages, ``number`` for a row of the batch on average."""
+
+    number: int
+    partial: torch.Tensor  # fp32 [B * number, Hq * T, Dv]
+    lse: torch.Tensor  # fp32 [B * number, Hq * T]
+    dealt: torch.Tensor | None  # i32 [2, B], first split of a row and their number; None: all have the same
+
+
 def merge(
     parts: Parts,
     sinks: torch.Tensor | None,
     output: torch.Tensor,
+    splits: Splits | None = None,
     advanced: tuple[LayerTensors, torch.Tensor | None, int] | None = None,
 ) -> None:
     """``advanced``: the state whose lengths grow at the end of it, by counts or else by a number of tokens."""
     state, counts, num_tokens = advanced or (None, None, 0)
-    _, num_heads, num_columns, head_dim = output.shape
+    number, *split_tensors = splits or Splits(0, *parts, None)
+    batch, num_heads, num_columns, head_dim = output.shape
     num_rows, num_parts = parts.lse.shape
-    width = triton.next_power_of_2(num_parts)
-    channels = min(triton.next_power_of_2(head_dim), max(16, _MERGE_ELEMENTS // width))
-    rows = max(1, min(_MERGE_ELEMENTS // (width * channels), num_rows // 512))
+    width, split_width = triton.next_power_of_2(num_parts), min(triton.next_power_of_2(number), _MERGED_SPLITS)
+    widest = max(width, split_width)
+    channels = min(triton.next_power_of_2(head_dim), max(16, _MERGE_ELEMENTS // widest))
+    rows = max(1, min(_MERGE_ELEMENTS // (widest * channels), num_rows // 512))
     rows = 1 << (rows.bit_length() - 1)
     merge_splits_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(head_dim, channels))](
-        *parts, output, sinks, state and state.lengths, state and state.high_water, counts, *output.stride()[:3],
-        num_rows, num_columns, num_parts, num_tokens, output.shape[0],
+        *parts, *split_tensors, output, sinks, state and state.lengths, state and state.high_water, counts,
+        *output.stride()[:3], num_rows, num_columns, num_parts, number, num_tokens, batch,
         QUERY_HEADS=num_heads, VALUE_DIM=head_dim, LARGEST=torch.finfo(output.dtype).max,
-        PARTS=width, ROWS=rows, CHANNELS=channels, num_warps=4 if rows * width * channels >= 2048 else 1,
+        PARTS=width, SPLITS=split_width if number else 0, ROWS=rows, CHANNELS=channels,
+        num_warps=4 if rows * widest * channels >= 2048 else 1,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """A decode step on CUDA: four launches, and in a CUDA graph two of them beside the pages."""
 
 import torch
+import triton
 
 from kitty_compile.kernels.decode_attention import attend_pages_kernel
 from kitty_compile.kernels.launch_plan import (
@@ -14,10 +15,12 @@ from kitty_compile.kernels.launch_plan import (
 )
 from kitty_compile.kernels.raw_attention import attend_raw_kernel
 from kitty_compile.kernels.streams import fork
-from kitty_compile.kernels.triton_call import Call, Parts, merge
+from kitty_compile.kernels.triton_call import Call, Parts, Splits, merge
 from kitty_compile.kernels.triton_update import seal
 
 _STAGES = 3
+# Dealing the splits by length costs every program a sum over the rows.
+_MAX_DEALT_ROWS = 128
 
 
 def attend_step(call: Call, seed: int, layer: int) -> torch.Tensor:
@@ -26,24 +29,37 @@ def attend_step(call: Call, seed: int, layer: int) -> torch.Tensor:
     num_columns = call.query.shape[2]
     processors = num_processors(call.query.device)
     plan = plan_step(call.heads, num_columns, call.group, call.max_pages, call.raw, processors)
-    output, parts = call.new_output(), call.new_parts(num_columns, plan.num_parts)
+    output, parts = call.new_output(), call.new_parts(num_columns, plan.raw_parts + plan.mixed_parts)
+    splits = _new_splits(call, plan.splits)
     with fork(call.query.device) as side:
-        _launch_pages(call, plan, parts)  # first: what comes second waits for room
+        _launch_pages(call, plan, splits)  # first: what comes second waits for room
         with side:
             seal(call.key, call.value, call.columns, call.counts, call.state, call.layout, call.raw, seed, layer)
             _launch_raw(call, plan, parts)
-    merge(parts, call.sinks, output, (call.state, call.counts, num_columns))
+    merge(parts, call.sinks, output, splits, (call.state, call.counts, num_columns))
     return output
 
 
-def _launch_pages(call: Call, plan: StepPlan, parts: Parts) -> None:
-    batch, num_heads = call.key.shape[:2]
+def _new_splits(call: Call, number: int) -> Splits:
+    batch, num_heads, num_columns, _ = call.query.shape
+    shape = (batch * number, num_heads * num_columns)
+    partial = call.query.new_empty((*shape, call.layout.value_dim), dtype=torch.float32)
+    dealt = None
+    if number > 1 and 1 < batch <= _MAX_DEALT_ROWS:
+        dealt = call.query.new_empty((2, batch), dtype=torch.int32)
+    return Splits(number, partial, call.query.new_empty(shape, dtype=torch.float32), dealt)
+
+
+def _launch_pages(call: Call, plan: StepPlan, splits: Splits) -> None:
+    batch, num_heads, num_columns, _ = call.key.shape
     has_raw_pages = call.layout.key.is_raw or call.layout.value.is_raw
-    attend_pages_kernel[(plan.splits * plan.blocks, num_heads, batch)](
-        call.query, call.state.key_pages, call.state.value_pages, call.state.page_table, call.state.lengths, *parts,
-        *call.query.stride()[:3], call.state.page_table.stride(0), call.query.shape[2], plan.splits, plan.num_parts, 0,
-        *call.score_factors, **call.constants(), **page_constants(call.layout), VALUE_WINDOW=call.raw.value_window,
-        COLUMNS=plan.columns, SPREAD=plan.spread, STAGES=1 if has_raw_pages else _STAGES, num_warps=1,
+    attend_pages_kernel[(num_heads, batch * plan.splits * plan.blocks)](
+        call.query, call.state.key_pages, call.state.value_pages, call.state.page_table, call.state.lengths,
+        *splits[1:], *call.query.stride()[:3], call.state.page_table.stride(0), num_columns, plan.splits, plan.blocks,
+        batch, *call.score_factors, **call.constants(), **page_constants(call.layout),
+        VALUE_WINDOW=call.raw.value_window, COLUMNS=plan.columns, SPREAD=plan.spread,
+        DEALT_ROWS=triton.next_power_of_2(batch) if splits.dealt is not None else 0,
+        STAGES=1 if has_raw_pages else _STAGES, num_warps=1,
     )  # fmt: skip
 
 
@@ -52,7 +68,7 @@ def _launch_raw(call: Call, plan: StepPlan, parts: Parts) -> None:
     attend_raw_kernel[((plan.raw_parts + plan.mixed_parts) * plan.blocks, num_heads, batch)](
         call.query, call.state.key_pages, call.state.raw_key, call.state.raw_value, call.state.page_table,
         call.state.lengths, call.counts, call.columns, *parts, *call.query.stride()[:3],
-        call.state.page_table.stride(0), num_columns, plan.raw_parts, plan.num_parts, plan.splits,
+        call.state.page_table.stride(0), num_columns, plan.raw_parts,
         *call.score_factors, **call.constants(), **key_constants(call.layout), **block_sizes(call.layout),
         VALUE_DIM=call.layout.value_dim, VALUE_WINDOW=call.raw.value_window, KEY_RING=call.raw.key_ring,
         VALUE_RING=call.raw.value_ring, IS_SINGLE=num_columns == 1, MIXED_PAGES=call.raw.max_mixed_pages,

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from kitty_compile.kernels.layout import RawLayout
+from kitty_compile.kernels.primitives import deal_splits
 from tests.kernel_cases import make_case, make_layout
-from tests.kernel_checks import check_step
+from tests.kernel_checks import check_attention, check_step
 
 RAW = RawLayout(sink_length=32, value_window=128, rollback_window=32)
 
@@ -30,3 +33,29 @@ def test_longer_calls_and_no_rollback_window():
 def test_more_rows_than_programs_of_the_merge():
     layout = make_layout(key_dim=16, heads=1, num_boosted=4)
     check_step(make_case(layout, RAW, [33 + row for row in range(5)], group=1))
+
+
+def test_splits_are_dealt_by_length():
+    layout = make_layout(key_dim=16, heads=1, num_boosted=4)
+    case = make_case(layout, RAW, [2600, 40, 0, 700], group=4)
+    device = torch.device("cpu")
+    counts = dealt_counts(case.state.lengths.to(device), 8)
+    assert counts.sum() <= 4 * 8
+    assert (counts >= 1).all()
+    assert counts[0] > 20
+    assert dealt_counts(torch.tensor([2600] * 4, dtype=torch.int32), 8).tolist() == [8] * 4
+    check_attention(case)
+
+
+def dealt_counts(lengths, num_splits):
+    counts = torch.zeros_like(lengths)
+    size = triton.next_power_of_2(len(lengths))
+    write_dealt_counts[(1,)](lengths, counts, len(lengths), num_splits, rows=size)
+    return counts
+
+
+@triton.jit
+def write_dealt_counts(lengths_ptr, counts_ptr, batch, num_splits, rows: tl.constexpr):
+    counts, _ = deal_splits(lengths_ptr, batch, num_splits, 32, 128, rows)
+    row = tl.arange(0, rows)
+    tl.store(counts_ptr + row, counts, mask=row < batch)
