@@ -32,7 +32,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,onnx]'
 	touch $@
 
 $(DEMO): $(DEV)

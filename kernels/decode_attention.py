@@ -95,9 +95,11 @@ def load_key_page(
     record_ptr, KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr, HAS_INDEX: tl.constexpr, KEY_HIGH: tl.constexpr,
     KEY_SCALE: tl.constexpr, KEY_ZERO: tl.constexpr, KEY_BOOST: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """A packed key page's low words [16 DIM], high words [SLOTS / 8, 32, 4], scales and zeros [DIM] as bits, boost [SLOTS]."""
+    """A packed key page's low words [16 DIM], high words [SLOTS / 8, 32, 4], scales and zeros [DIM] as bits, boost [SLOTS].
+
+    Where a page has no high words or no boost record, low words stand in for them: a compiled function cannot return None.
+    """
     plane_ptr = record_ptr.to(tl.pointer_type(tl.int16))
-    high_words = None
     if NUM_SLOTS > 0:
         half = tl.arange(0, SLOTS // 8)[:, None, None]
         high_offsets = half * 128 + tl.arange(0, 32)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
@@ -108,9 +110,12 @@ def load_key_page(
     low_words = load_padded(plane_ptr, WORD_ROWS * KEY_DIM, WORD_ROWS * DIM)
     zero_bits = load_padded(plane_ptr + KEY_ZERO // 2, KEY_DIM, DIM)
     scale_bits = load_padded(plane_ptr + KEY_SCALE // 2, KEY_DIM, DIM)
-    boost = None
     if HAS_INDEX:
         boost = load_padded(record_ptr.to(tl.pointer_type(tl.int32)) + KEY_BOOST // 4, NUM_SLOTS, SLOTS)
+    else:
+        boost = low_words
+    if NUM_SLOTS == 0:
+        high_words = low_words
     return low_words, high_words, scale_bits, zero_bits, boost
 
 

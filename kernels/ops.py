@@ -1,8 +1,11 @@
 """The operators, ``torch.ops.kitty``: one call per layer and forward, state mutated in place and declared so.
 
-    kitty::attend       attention of a call over the cache and its own tokens, then what ``update`` does (the fused form)
-    kitty::update       seal complete pages, append to the raw tokens, advance the lengths
-    kitty::dequantize   the pages of every row, dense (the materialising form needs it)
+    kitty::attend         attention of a call over the cache and its own tokens, then what ``update`` does (the fused form)
+    kitty::attend_window  the same for a sliding window over a kept raw ring
+    kitty::update         seal complete pages, append to the raw tokens, advance the lengths
+    kitty::dequantize     the pages of every row, dense (the materialising form needs it)
+
+A state may have more rows than a call of ``attend`` or ``attend_window`` brings: the call takes the first ones, in place.
 
 CPU tensors go to the torch kernels, CUDA tensors to the Triton ones, which are imported on first use.
 """
@@ -14,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._compile import _disable_dynamo
 
+from kitty_compile.kernels import attend_window
 from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout, RawLayout
 
 _CALL = "Tensor key, Tensor value, Tensor? columns, Tensor? counts"
@@ -26,6 +30,10 @@ _library = torch.library.Library("kitty", "DEF")
 _library.define(
     f"attend(Tensor query, {_CALL}, {_STATE}, int[] parameters, float scale, float softcap, Tensor? sinks, bool is_empty)"
     " -> Tensor"
+)
+_library.define(
+    "attend_window(Tensor query, Tensor key, Tensor value, Tensor? real, Tensor(a!) ring_key, Tensor(b!) ring_value, "
+    "Tensor(c!) ring_real, Tensor(d!) position, int window, float scale, float softcap, Tensor? sinks) -> Tensor"
 )
 _library.define(f"update({_CALL}, {_STATE}, int[] parameters) -> ()")
 _library.define(
@@ -64,7 +72,7 @@ def _page_layout(parameters: OpParameters, dtype: torch.dtype) -> PageLayout:
 
 @functools.cache
 def _backend(device_type: str) -> Any:
-    """The module that implements ``attend``, ``update`` and ``dequantize_pages`` for a device type."""
+    """The module that implements ``attend_and_update``, ``update`` and ``dequantize_pages`` for a device type."""
     name = {"cpu": "torch_backend", "cuda": "triton_backend"}[device_type]
     return importlib.import_module(f"kitty_compile.kernels.{name}")
 
@@ -78,10 +86,10 @@ def _attend(
     *arguments: Any,
 ) -> torch.Tensor:
     *tensors, parameters, scale, softcap, sinks, is_empty = arguments
-    state, numbers = LayerTensors(*tensors), OpParameters(*parameters)
+    state, numbers = _first_rows(LayerTensors(*tensors), query.shape[0]), OpParameters(*parameters)
     layouts = numbers.page_layout(state.raw_key.dtype), numbers.raw_layout()
     backend = _backend(query.device.type)
-    output: torch.Tensor = backend.attend(
+    output: torch.Tensor = backend.attend_and_update(
         query,
         key,
         value,
@@ -93,9 +101,47 @@ def _attend(
         softcap=softcap,
         sinks=sinks,
         is_empty=is_empty,
+        seed=numbers.seed,
+        layer=numbers.layer,
     )
-    backend.update(key, value, columns, counts, state, *layouts, seed=numbers.seed, layer=numbers.layer)
     return output
+
+
+def _first_rows(state: LayerTensors, rows: int) -> LayerTensors:
+    _check_present(state.raw_key)
+    if state.lengths.shape[0] == rows:
+        return state
+    pools, by_row = state[:2], state[2:]
+    return LayerTensors(*pools, *(tensor[:rows] for tensor in by_row))
+
+
+def _check_present(raw: torch.Tensor) -> None:
+    """A saved program that something else than this package has loaded comes without its state."""
+    if not raw.numel():
+        raise ValueError("the state must have memory, got none: read saved programs with kitty_compile.load")
+
+
+def _attend_window(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    real: torch.Tensor | None,
+    ring_key: torch.Tensor,
+    ring_value: torch.Tensor,
+    ring_real: torch.Tensor,
+    position: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    _check_present(ring_key)
+    ring = (*(tensor[: query.shape[0]] for tensor in (ring_key, ring_value, ring_real)), position)
+    output = attend_window.attend(
+        query, key, value, real, *ring, window=window, scale=scale, softcap=softcap, sinks=sinks
+    )
+    attend_window.append(key, value, real, *ring)
+    return output.contiguous()
 
 
 def _update(
@@ -129,13 +175,23 @@ def _dequantize(
 
 
 # Within a compiled call Dynamo would look into them.
-for _name, _function in (("attend", _attend), ("update", _update), ("dequantize", _dequantize)):
+for _name, _function in (
+    ("attend", _attend),
+    ("attend_window", _attend_window),
+    ("update", _update),
+    ("dequantize", _dequantize),
+):
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _disable_dynamo(_function), _device)
 
 
 @torch.library.register_fake("kitty::attend", lib=_library)
 def _attend_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty((*query.shape[:3], value.shape[3]))
+
+
+@torch.library.register_fake("kitty::attend_window", lib=_library)
+def _attend_window_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 

@@ -199,8 +199,9 @@ def seal_values(values: torch.Tensor, layout: PageLayout) -> torch.Tensor:
 
 def value_premultipliers(device: torch.device) -> torch.Tensor:
     """The power of four that each token's stored scale carries, bf16 [128] (exact)."""
-    powers = torch.tensor(FIELD_PREMULTIPLIER, device=device, dtype=torch.float32).repeat_interleave(WORD_ROWS)
-    return torch.pow(4.0, powers).to(SCALE_DTYPE)
+    # A table rather than a power: compilers would take it inside the loop over channels.
+    powers = [4.0**power for power in FIELD_PREMULTIPLIER for _ in range(WORD_ROWS)]
+    return torch.tensor(powers, device=device, dtype=SCALE_DTYPE)
 
 
 class KeyParts(NamedTuple):

@@ -72,7 +72,7 @@ def apply(
         raise ValueError(f'compile must be "auto" or False, got {compile!r}')
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if _is_pretrained(model):
+    if is_pretrained(model):
         from kitty_compile.huggingface import pretrained
 
         _check_no_capture(model, example_inputs, max_length)
@@ -105,7 +105,8 @@ def _check_no_capture(model: nn.Module, example_inputs: object, max_length: obje
             )
 
 
-def _is_pretrained(model: nn.Module) -> bool:
+def is_pretrained(model: nn.Module) -> bool:
+    """Is it a model of transformers?"""
     # Where transformers was not imported there is no model of it.
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)

@@ -1,17 +1,25 @@
-"""The ``kitty-compile`` command: generate text on the 2-bit cache, or say what it would do to a model."""
+"""The ``kitty-compile`` command: generate text on the 2-bit cache, say what it would do to a model, export programs."""
 
-import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import rich.console
 import typer
 
+from kitty_compile import cli_export
+from kitty_compile.cli_options import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    PresetOption,
+    one_line_errors,
+    print_json,
+)
 from kitty_compile.config import KittyConfig
 
 if TYPE_CHECKING:
@@ -25,12 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Run causal language models of transformers on a 2-bit paged KV cache.",
 )
-
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a .gguf file or a hub id.")]
-PresetOption = Annotated[str, typer.Option(help=f"One of {', '.join(KittyConfig.presets())}.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, float16, bfloat16 or float32.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def main() -> None:
@@ -66,7 +68,7 @@ def generate(
     import kitty_compile
     from kitty_compile.measure import Comparison
 
-    with _one_line_errors():
+    with one_line_errors():
         text = _prompt_text(prompt, prompt_file, chat, as_json)
         config = KittyConfig.preset(preset)
         language_model, tokenizer = _load(model, dtype, device)
@@ -83,7 +85,7 @@ def generate(
     result = Comparison.of(ours, session.run_stock(ours) if compare else None)
     if as_json:
         answer = session.decode(ours, skip_special_tokens=True)
-        _print_json({"source": model, "preset": preset, "text": answer, **result.as_dict()})
+        print_json({"source": model, "preset": preset, "text": answer, **result.as_dict()})
     else:
         rich.console.Console().print(result.table())
 
@@ -104,7 +106,7 @@ def report(
     from kitty_compile import loading
 
     loading.quiet_transformers()
-    with _one_line_errors():
+    with one_line_errors():
         config = KittyConfig.preset(preset)
         if random_weights:
             language_model = loading.build_random_model(model)
@@ -112,7 +114,7 @@ def report(
             language_model = loading.load_model(model, dtype=dtype, device=device)
         table = kitty_compile.report(language_model, config)
     if as_json:
-        _print_json({"source": model, "preset": preset, **dataclasses.asdict(table)})
+        print_json({"source": model, "preset": preset, **dataclasses.asdict(table)})
     else:
         typer.echo(str(table))
 
@@ -254,19 +256,8 @@ def _next_line(ask: Callable[[str], str]) -> str:
         return ""
 
 
-def _print_json(content: dict[str, Any]) -> None:
-    typer.echo(json.dumps(content, indent=2, default=str))
-
-
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Bad input ends the command with one line and exit code 2."""
-    try:
-        yield
-    except (OSError, TypeError, ValueError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        typer.echo(f"kitty-compile: {lines[0]}", err=True)
-        raise typer.Exit(2) from error
+app.command()(cli_export.export)
+app.command()(cli_export.run)
 
 
 if __name__ == "__main__":

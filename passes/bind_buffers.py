@@ -59,7 +59,7 @@ class BufferBinder:
         if match.update.kind in ("cat", "kitty") and match.update.key_past is not None:
             return "the caller holds the past"
         parameters = self.parameters_of(match)
-        tensors = self._allocate(match, parameters)
+        tensors = allocate_pages(parameters, dtype(match.key), match.batch, self.max_length, value_of(match.key).device)
         nodes = [self._buffer(f"kitty_{match.layer}_{name}", tensors[name]) for name in _FIELDS]
         self.layers.append(match.layer)
         if match.update.is_static and not match.update.is_fresh:
@@ -67,26 +67,12 @@ class BufferBinder:
             self._follow_positions(match, dict(zip(_FIELDS, nodes, strict=True)), parameters.rollback_window)
         return LayerBinding((*nodes, self._page_table(match, parameters)), parameters)
 
-    def _allocate(self, match: AttentionMatch, parameters: OpParameters) -> dict[str, torch.Tensor]:
-        kind, device = dtype(match.key), value_of(match.key).device
-        layout, raw = parameters.page_layout(kind), parameters.raw_layout()
-        pages, heads = match.batch * raw.pages_for(self.max_length), match.num_kv_heads
-        return {
-            "key_pages": torch.empty(pages, layout.key_page_bytes, dtype=torch.uint8, device=device),
-            "value_pages": torch.empty(pages, layout.value_page_bytes, dtype=torch.uint8, device=device),
-            "raw_key": torch.zeros(match.batch, heads, raw.key_slots, match.key_dim, dtype=kind, device=device),
-            "raw_value": torch.zeros(match.batch, heads, raw.value_slots, match.value_dim, dtype=kind, device=device),
-            "lengths": torch.zeros(match.batch, dtype=torch.int32, device=device),
-            "high_water": torch.zeros(match.batch, dtype=torch.int32, device=device),
-        }
-
     def _page_table(self, match: AttentionMatch, parameters: OpParameters) -> fx.Node:
         known: list[fx.Node] = self.gm.graph.find_nodes(op="get_attr", target=_TABLE)
         if known:
             return known[0]
-        max_pages = parameters.raw_layout().pages_for(self.max_length)
-        ids = torch.arange(match.batch * max_pages, dtype=torch.int32, device=value_of(match.key).device)
-        return self._buffer(_TABLE, ids.view(match.batch, max_pages))
+        device = value_of(match.key).device
+        return self._buffer(_TABLE, allocate_table(parameters, match.batch, self.max_length, device))
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> fx.Node:
         self.gm.register_buffer(name, tensor, persistent=False)
@@ -115,6 +101,30 @@ class BufferBinder:
     def _first_position(self, match: AttentionMatch, insert: Inserter) -> fx.Node:
         flat = insert(aten.reshape.default, positions_of(match, insert), [-1])
         return insert(aten.select.int, flat, 0, 0)
+
+
+def allocate_pages(
+    parameters: OpParameters, dtype: torch.dtype, rows: int, max_length: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """A layer's tensors by their names in ``LayerTensors``, but for the page table: ``rows`` empty rows."""
+    layout, raw, heads = parameters.page_layout(dtype), parameters.raw_layout(), parameters.num_kv_heads
+    pages = rows * raw.pages_for(max_length)
+    raw_key = (rows, heads, raw.key_slots, parameters.key_dim)
+    raw_value = (rows, heads, raw.value_slots, parameters.value_dim)
+    return {
+        "key_pages": torch.zeros(pages, layout.key_page_bytes, dtype=torch.uint8, device=device),
+        "value_pages": torch.zeros(pages, layout.value_page_bytes, dtype=torch.uint8, device=device),
+        "raw_key": torch.zeros(raw_key, dtype=dtype, device=device),
+        "raw_value": torch.zeros(raw_value, dtype=dtype, device=device),
+        "lengths": torch.zeros(rows, dtype=torch.int32, device=device),
+        "high_water": torch.zeros(rows, dtype=torch.int32, device=device),
+    }
+
+
+def allocate_table(parameters: OpParameters, rows: int, max_length: int, device: torch.device) -> torch.Tensor:
+    """The page table of rows that own their pages."""
+    max_pages = parameters.raw_layout().pages_for(max_length)
+    return torch.arange(rows * max_pages, dtype=torch.int32, device=device).view(rows, max_pages)
 
 
 def owned_writes(match: AttentionMatch) -> tuple[fx.Node, ...]:

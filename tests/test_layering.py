@@ -25,6 +25,7 @@ CORE = (
     "kitty_compile.kernels.ops",
     "kitty_compile.kernels.reference",
     "kitty_compile.kernels.torch_backend",
+    "kitty_compile.program_file",
 )
 HEAVY = ("triton", "transformers", "typer", "rich")
 PRINTS = {"kitty_compile.cli"}

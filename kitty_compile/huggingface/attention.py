@@ -7,6 +7,7 @@ Both serve the ``ActiveCall`` that the decoder's hooks (``hooks.py``) have opene
     attention function  checks the ``CallMask`` against the layer's plan, then attends over the cache and stores
 """
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -14,7 +15,7 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,6 +93,8 @@ def set_active_call(call: ActiveCall | None) -> None:
     _ACTIVE.set(call)
 
 
+# What the device part of a step reads is global while it runs.
+step_lock = threading.RLock()
 # Read by Dynamo, which can guard on a global but not on what belongs to a thread.
 _step_thread: int | None = None
 
@@ -110,6 +113,17 @@ def in_step() -> bool:
 def set_step(is_on: bool) -> None:
     global _step_thread  # noqa: PLW0603
     _step_thread = threading.get_ident() if is_on else None
+
+
+@contextlib.contextmanager
+def stepping() -> Iterator[None]:
+    """Within this context a forward is the device part of a step, see :func:`in_step`."""
+    with step_lock:
+        set_step(True)
+        try:
+            yield
+        finally:
+            set_step(False)
 
 
 def refuse_gradients(*tensors: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 
 from kitty_compile.columns import Call
 from kitty_compile.huggingface import hooks
-from kitty_compile.huggingface.attention import set_step
+from kitty_compile.huggingface.attention import set_step, step_lock
 from kitty_compile.huggingface.cache import KittyCache
 from kitty_compile.huggingface.decode_graph import DecodeGraph
 from kitty_compile.huggingface.support import decoder_of
@@ -35,8 +34,6 @@ _CACHE_NAMES = ("cache", "past_key_values")
 _CONSTANTS = ("use_cache", "return_dict", "logits_to_keep", "output_hidden_states", "output_attentions")
 # Given by generate in some versions, of no effect on a model whose positions are given.
 _IGNORED = ("cache_position", "next_sequence_length")
-# What the device part reads is global while it runs.
-_lock = threading.RLock()
 
 
 @dataclasses.dataclass
@@ -137,7 +134,7 @@ class DecodeStep:
     @_disable_dynamo
     def _open(self, step: Step) -> dict[str, Any]:
         """Everything is made ready for the device part; returns its arguments."""
-        _lock.acquire()
+        step_lock.acquire()
         step.context = serving(step.cache.attend)
         step.context.__enter__()
         set_step(True)
@@ -160,7 +157,7 @@ class DecodeStep:
     def _leave(step: Step) -> None:
         set_step(False)
         step.context.__exit__(None, None, None)
-        _lock.release()
+        step_lock.release()
 
     @_disable_dynamo
     def _is_due(self, step: Step) -> bool:
