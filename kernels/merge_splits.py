@@ -87,10 +87,21 @@ def merge_splits_kernel(
             count = tl.where(is_row, num_splits, 0)
         split = tl.arange(0, SPLITS)
         for start in range(0, tl.max(count, axis=0), SPLITS):
-            split_place = (first[:, None] + start + split[None, :]).to(tl.int64) * per_split + (row % per_split)[:, None]
+            split_place = (first[:, None] + start + split[None, :]).to(tl.int64) * per_split + (row % per_split)[
+                :, None
+            ]
             is_split = is_row[:, None] & (start + split[None, :] < count[:, None])
             largest, total, merged = _merge_parts(
-                split_partial_ptr, split_lse_ptr, split_place, is_split, largest, total, merged, channel, in_head, VALUE_DIM
+                split_partial_ptr,
+                split_lse_ptr,
+                split_place,
+                is_split,
+                largest,
+                total,
+                merged,
+                channel,
+                in_head,
+                VALUE_DIM,
             )
     merged = merged * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
     output_ptr += batch_row.to(tl.int64)[:, None] * output_stride_row + head.to(tl.int64)[:, None] * output_stride_head

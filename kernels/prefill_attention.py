@@ -181,7 +181,8 @@ def prefill_pages_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (num_splits * column blocks, KV heads, rows); RAW_VALUES as in ``attend_page_range``."""
+    """Grid (num_splits * column blocks, KV heads, rows); with RAW_VALUES the pages whose K is packed and whose V
+    is read from the ring."""
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
     split = tl.program_id(0) % num_splits
     block = tl.program_id(0) // num_splits
