@@ -22,7 +22,7 @@ TWISTS = {
     "masked before the scale": "before the scale",
     "bias": "hide nothing|before the scale",
     "bidirectional": "bidirectional|later columns",
-    "prefix": "prefix|later columns",
+    "prefix": "prefix|later columns|neither causal nor sliding",
     "chunks": "chunk|mask",
     "weights are returned": "also read by",
     "weights are renormalised": "pass through",

@@ -55,7 +55,7 @@ def run(model, cache, ids, steps, mask=None):
     return torch.cat(outputs, dim=1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow), "gpt-oss"])
 def test_it_attends_to_the_pages(family):
     ids, mask = random_ids(2, 130), torch.ones(2, 130, dtype=torch.long)
     mask[0, :9] = 0

@@ -59,7 +59,13 @@ def padded_prompt():
 
 
 @pytest.mark.parametrize(
-    ("family", "dynamic"), [("llama", None), ("gpt-oss", None), ("gemma3", True), ("mistral-windowed", None)]
+    ("family", "dynamic"),
+    [
+        ("llama", None),
+        ("gpt-oss", None),
+        pytest.param("gemma3", True, marks=pytest.mark.slow),
+        ("mistral-windowed", None),
+    ],
 )
 def test_generate_gives_what_the_stock_cache_gives(family, dynamic):
     ids, mask = padded_prompt()

@@ -13,7 +13,8 @@ from tests.generated_runs import Rewritten, materialised, run, tokens, truth_of
 
 
 def few(examples):
-    return settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
+    # The same few in every quick run; the many of the slow ones differ from run to run.
+    return settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow], derandomize=examples < 100)
 
 
 def check(recipe, lengths):

@@ -68,10 +68,9 @@ class Applied:
 FAMILIES = [
     "llama",
     "gemma2",
-    "gpt-oss",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("gemma3", "phi3", "gpt-neox", "qwen3", "mistral-windowed")
+        for name in ("gpt-oss", "gemma3", "phi3", "gpt-neox", "qwen3", "mistral-windowed")
     ),
 ]
 

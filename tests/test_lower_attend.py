@@ -60,7 +60,7 @@ def test_sliding_windows_and_sinks(monkeypatch):
     check(program, [(5, 1.0), (1, 1.0), (170, 0.9), (1, 1.0), (90, 0.9)], rows=2)
 
 
-@pytest.mark.parametrize("max_length", [40, 200])
+@pytest.mark.parametrize("max_length", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_room_for_one_page_or_none(max_length):
     program = kitty_compile.export(tiny_model("qwen2"), max_batch=1, max_length=max_length)
     check(program, [(max_length - 8, 1.0), (1, 1.0), (7, 1.0)], rows=1)

@@ -56,7 +56,11 @@ def reports_of_generation(family, implementation, dynamic, padded=True):
 
 @pytest.mark.parametrize(
     ("family", "implementation", "dynamic"),
-    [(*case, None) for case in CASES] + [("gpt-oss", "eager", True), ("mistral-windowed", "sdpa", True)],
+    [(*case, None) for case in CASES]
+    + [
+        pytest.param("gpt-oss", "eager", True, marks=pytest.mark.slow),
+        ("mistral-windowed", "sdpa", True),
+    ],
 )
 def test_every_layer_of_a_real_model(family, implementation, dynamic):
     prefill, *decodes = reports_of_generation(family, implementation, dynamic)

@@ -87,6 +87,7 @@ def test_a_file_has_no_state_in_it(program, saved):
     assert raw < saved.stat().st_size < raw + 1_500_000
 
 
+@pytest.mark.slow
 def test_a_long_state_costs_a_file_nothing(tmp_path):
     model = tiny_model("llama")
     sizes = {}

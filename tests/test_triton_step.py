@@ -5,10 +5,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kitty_compile.kernels import triton_block, triton_call, triton_step, triton_update
 from kitty_compile.kernels.layout import RawLayout
 from kitty_compile.kernels.primitives import deal_splits
 from tests.kernel_cases import make_case, make_layout
-from tests.kernel_checks import check_attention, check_step
+from tests.kernel_checks import attend_and_update, check_attention, check_step
 
 RAW = RawLayout(sink_length=32, value_window=128, rollback_window=32)
 
@@ -59,3 +60,24 @@ def write_dealt_counts(lengths_ptr, counts_ptr, batch, num_splits, rows: tl.cons
     counts, _ = deal_splits(lengths_ptr, batch, num_splits, 32, 128, rows)
     row = tl.arange(0, rows)
     tl.store(counts_ptr + row, counts, mask=row < batch)
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel, launches, name):
+        self.kernel, self.launches, self.name = kernel, launches, name
+
+    def __getitem__(self, grid):
+        self.launches.append(self.name)
+        return self.kernel[grid]
+
+
+def test_a_step_takes_four_launches(monkeypatch):
+    launches = []
+    for module in (triton_block, triton_call, triton_step, triton_update):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Counted(getattr(module, name), launches, name))
+    layout = make_layout(key_dim=16, heads=1, num_boosted=4)
+    attend_and_update(make_case(layout, RAW, [287, 40], group=2), scale=0.1)
+    assert sorted(launches) == ["attend_pages_kernel", "attend_raw_kernel", "merge_splits_kernel", "seal_pages_kernel"]

@@ -49,11 +49,15 @@ BACKEND_SAMPLE = {
     "Qwen3ForCausalLM": "what most others look like",
     "XGLMForCausalLM": "attention by batched matrix products of folded heads",
 }
+SLOW = ("Gemma4ForCausalLM", "GptOssForCausalLM")
 
 
 @pytest.mark.parametrize(
     ("name", "path"),
-    [*((name, "apply") for name in SAMPLE), *((name, "backend") for name in BACKEND_SAMPLE)],
+    [
+        *((name, "apply") for name in SAMPLE),
+        *(pytest.param(name, "backend", marks=[pytest.mark.slow] * (name in SLOW)) for name in BACKEND_SAMPLE),
+    ],
 )
 def test_what_was_rewritten_stays_rewritten(name, path):
     if name not in class_names():

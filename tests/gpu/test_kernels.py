@@ -6,7 +6,7 @@ import torch
 from kitty_compile.kernels import triton_backend, update_torch
 from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, RawLayout
 from tests.kernel_cases import make_case, make_layout, random_tokens
-from tests.kernel_checks import assert_same_state, attend, check_attention, check_update, update
+from tests.kernel_checks import assert_same_state, attend, attend_and_update, check_attention, check_update, update
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -184,8 +184,7 @@ class Decoder:
         self.graph = None
 
     def step(self):
-        self.output.copy_(attend(self.case, scale=0.1))
-        update(self.case)
+        self.output.copy_(attend_and_update(self.case, scale=0.1))
 
     def capture(self):
         self.graph = torch.cuda.CUDAGraph()
