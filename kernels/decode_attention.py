@@ -71,14 +71,14 @@ def _dot_fields(words, operand, sums):
 
 
 @triton.jit
-def _max_of_fields(scores):
+def max_of_fields(scores):
     front = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
     back = tl.maximum(tl.maximum(scores[4], scores[5]), tl.maximum(scores[6], scores[7]))
     return tl.max(tl.maximum(front, back), axis=0)
 
 
 @triton.jit
-def _softcapped(scores, score_cap):
+def softcapped_fields(scores, score_cap):
     capped = ()
     for field in tl.static_range(FIELDS):
         capped = capped + (softcapped(scores[field], score_cap),)
@@ -86,7 +86,7 @@ def _softcapped(scores, score_cap):
 
 
 @triton.jit
-def _sum_of_fields(parts):
+def sum_of_fields(parts):
     return ((parts[0] + parts[1]) + (parts[2] + parts[3])) + ((parts[4] + parts[5]) + (parts[6] + parts[7]))
 
 
@@ -129,7 +129,7 @@ def boosted_query(query_ptr, query_offsets, column_mask, exponents, boost, expon
 
 
 @triton.jit
-def _packed_scores(
+def packed_scores(
     record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
     SPREAD: tl.constexpr, KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr, HAS_INDEX: tl.constexpr,
     KEY_HIGH: tl.constexpr, KEY_SCALE: tl.constexpr, KEY_ZERO: tl.constexpr, KEY_BOOST: tl.constexpr,
@@ -160,7 +160,7 @@ def _packed_scores(
 
 
 @triton.jit
-def _raw_scores(record_ptr, query, score_scale, SPREAD: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr):
+def raw_scores(record_ptr, query, score_scale, SPREAD: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr):
     """Scores of a raw key page as eight fp32 [16, N / SPREAD]."""
     channels = tl.arange(0, DIM)
     page_ptr = record_ptr.to(tl.pointer_type(query.dtype))
@@ -331,22 +331,22 @@ def attend_pages_kernel(
         key_record_ptr = key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES
         value_record_ptr = value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES
         if KEY_BITS == 16:
-            scores = _raw_scores(key_record_ptr, query, score_scale, SPREAD, KEY_DIM, KEY_BLOCK)
+            scores = raw_scores(key_record_ptr, query, score_scale, SPREAD, KEY_DIM, KEY_BLOCK)
         else:
-            scores = _packed_scores(
+            scores = packed_scores(
                 key_record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
                 SPREAD, KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK, SLOT_BLOCK,
             )  # fmt: skip
         if HAS_SOFTCAP:
-            scores = _softcapped(scores, score_cap)
-        new_max = tl.maximum(running_max, _max_of_fields(scores))
+            scores = softcapped_fields(scores, score_cap)
+        new_max = tl.maximum(running_max, max_of_fields(scores))
         base = (new_max - PROBABILITY_TOP)[None, :]
         weights = ()
         for field in tl.static_range(FIELDS):
             weights = weights + (tl.exp2(scores[field] - base),)
         alpha = tl.exp2(running_max - new_max)[None, :]
         running_max = new_max
-        weight_sum = weight_sum * alpha + _sum_of_fields(weights)
+        weight_sum = weight_sum * alpha + sum_of_fields(weights)
         if VALUE_BITS == 16:
             output = _raw_values(value_record_ptr, weights, DTYPE, SPREAD, VALUE_DIM, VALUE_BLOCK)
         else:

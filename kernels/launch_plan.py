@@ -6,13 +6,15 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kitty_compile.kernels.layout import FIELDS_PER_WORD, PAGE_SIZE, PageLayout, RawLayout
+from kitty_compile.kernels.layout import PAGE_SIZE, PageLayout, RawLayout
 
 _MAX_SPLITS = 256
 # What starting and ending a split costs, in pages.
 _SPLIT_OVERHEAD = 1.5
 # Registers allow this many warps of the page kernels on a multiprocessor.
 _WARPS_PER_PROCESSOR = 8
+# Of a step of a raw part.
+RAW_TOKENS = 32
 # New columns times the GQA group that decode programs take.
 MAX_STEP_PAIRS = 16
 
@@ -25,10 +27,8 @@ class StepPlan(NamedTuple):
     spread: int  # 2: columns stand in every other place of a product
     splits: int  # of a row's pages, on average
     raw_parts: int
-    raw_steps: int  # of a raw part
-    raw_tokens: int  # of a step
+    part_tokens: int  # of a raw part
     mixed_parts: int
-    mixed_fields: int  # of a mixed part
 
 
 class BlockPlan(NamedTuple):
@@ -56,21 +56,18 @@ def plan_step(heads: int, num_columns: int, group: int, max_pages: int, raw: Raw
     """For ``heads`` KV heads over all rows. One warp a program reads packed words straight into a tensor core's operand."""
     pairs, columns = num_columns * group, 8
     blocks, most_raw = _ceil_div(pairs, columns), raw.sink_length + PAGE_SIZE - 1 + num_columns
-    # Few rows are done the sooner the more programs share them, many rows the fewer instructions they take.
-    is_small = heads <= processors
-    raw_tokens = 32 if is_small else 64
-    raw_steps = 1 if heads <= 4 * processors else _ceil_div(most_raw, raw_tokens)
-    mixed_fields = FIELDS_PER_WORD // 2 if is_small else FIELDS_PER_WORD
+    room, mixed_parts = processors * _WARPS_PER_PROCESSOR, raw.max_mixed_pages
+    # Few rows are done the sooner the more programs share their raw tokens.
+    raw_parts = max(min(room // (heads * blocks) - mixed_parts, _ceil_div(most_raw, RAW_TOKENS)), 1)
+    part_tokens = _ceil_div(_ceil_div(most_raw, raw_parts), RAW_TOKENS) * RAW_TOKENS
     return StepPlan(
         columns,
         blocks,
         spread=2 if pairs <= 4 else 1,
-        splits=choose_splits(heads * blocks, max_pages, processors * _WARPS_PER_PROCESSOR),
-        raw_parts=_ceil_div(most_raw, raw_steps * raw_tokens),
-        raw_steps=raw_steps,
-        raw_tokens=raw_tokens,
-        mixed_parts=raw.max_mixed_pages * (FIELDS_PER_WORD // mixed_fields),
-        mixed_fields=mixed_fields,
+        splits=choose_splits(heads * blocks, max_pages, room),
+        raw_parts=_ceil_div(most_raw, part_tokens),
+        part_tokens=part_tokens,
+        mixed_parts=mixed_parts,
     )
 
 

@@ -5,9 +5,9 @@ import triton
 
 from kitty_compile.kernels.decode_attention import attend_pages_kernel
 from kitty_compile.kernels.launch_plan import (
+    RAW_TOKENS,
     StepPlan,
     block_sizes,
-    is_wide_head,
     key_constants,
     num_processors,
     page_constants,
@@ -19,6 +19,7 @@ from kitty_compile.kernels.triton_call import Call, Parts, Splits, merge
 from kitty_compile.kernels.triton_update import seal
 
 _STAGES = 3
+_RAW_STAGES = 2
 # Dealing the splits by length costs every program a sum over the rows.
 _MAX_DEALT_ROWS = 128
 
@@ -65,13 +66,14 @@ def _launch_pages(call: Call, plan: StepPlan, splits: Splits) -> None:
 
 def _launch_raw(call: Call, plan: StepPlan, parts: Parts) -> None:
     batch, num_heads, num_columns, _ = call.key.shape
+    sizes = (call.raw.sink_length, call.raw.key_ring, call.raw.value_ring)
     attend_raw_kernel[((plan.raw_parts + plan.mixed_parts) * plan.blocks, num_heads, batch)](
         call.query, call.state.key_pages, call.state.raw_key, call.state.raw_value, call.state.page_table,
         call.state.lengths, call.counts, call.columns, *parts, *call.query.stride()[:3],
-        call.state.page_table.stride(0), num_columns, plan.raw_parts,
+        call.state.page_table.stride(0), num_columns, plan.raw_parts, plan.part_tokens,
         *call.score_factors, **call.constants(), **key_constants(call.layout), **block_sizes(call.layout),
         VALUE_DIM=call.layout.value_dim, VALUE_WINDOW=call.raw.value_window, KEY_RING=call.raw.key_ring,
-        VALUE_RING=call.raw.value_ring, IS_SINGLE=num_columns == 1, MIXED_PAGES=call.raw.max_mixed_pages,
-        MIXED_FIELDS=plan.mixed_fields, COLUMNS=plan.columns, ROWS=16, TOKENS=plan.raw_tokens, STEPS=plan.raw_steps,
-        num_warps=8 if is_wide_head(call.layout) else 4,
+        VALUE_RING=call.raw.value_ring, IS_SINGLE=num_columns == 1, MIXED_PAGES=plan.mixed_parts,
+        IS_ALIGNED=not any(size % RAW_TOKENS for size in sizes),
+        COLUMNS=plan.columns, SPREAD=plan.spread, TOKENS=RAW_TOKENS, STAGES=_RAW_STAGES, num_warps=1,
     )  # fmt: skip
