@@ -3,34 +3,38 @@
 import triton
 import triton.language as tl
 
-from kitty_compile.kernels.primitives import new_column, new_count, raw_slot, row_columns
+from kitty_compile.kernels.primitives import new_count, raw_slot
 
 
 @triton.jit
-def _copy_tokens(
-    source_ptr, source_stride, raw_ptr, column, token, kept, SINK, RING, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
-):
+def _copy_items(source_ptr, raw_ptr, token, kept, SINK, RING, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """``source_ptr`` i64 pointers to the items' channels, ``raw_ptr`` to the first slot of their row and head."""
     channels = tl.arange(0, DIM)
     mask = kept[:, None] & (channels < HEAD_DIM)[None, :]
-    values = tl.load(
-        source_ptr + column.to(tl.int64)[:, None] * source_stride + channels[None, :], mask=mask, other=0.0
-    )
+    values = tl.load(source_ptr[:, None] + channels[None, :], mask=mask, other=0.0)
     slot = raw_slot(token, SINK, RING)
-    tl.store(raw_ptr + slot.to(tl.int64)[:, None] * HEAD_DIM + channels[None, :], values, mask=mask)
+    tl.store((raw_ptr + slot * HEAD_DIM)[:, None] + channels[None, :], values, mask=mask)
 
 
 @triton.jit
-def append_tokens(
+def append_items(
     block,
-    key_ptr,  # the row's and head's, as are the next three
+    key_ptr,
     value_ptr,
     raw_key_ptr,
     raw_value_ptr,
+    lengths_ptr,
+    counts_ptr,
+    columns_ptr,
+    key_stride_row,
+    key_stride_head,
     key_stride_column,
+    value_stride_row,
+    value_stride_head,
     value_stride_column,
-    columns_ptr,  # the row's
-    length,
-    count,
+    num_items,
+    num_columns,
+    NUM_HEADS: tl.constexpr,
     SINK: tl.constexpr,
     KEY_RING: tl.constexpr,
     VALUE_RING: tl.constexpr,
@@ -38,23 +42,39 @@ def append_tokens(
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    ITEMS: tl.constexpr,
 ):
-    """Write a block of TOKENS new tokens to the raw slots, but for those that the call itself overwrites."""
-    index = block * TOKENS + tl.arange(0, TOKENS)
-    is_new = index < count
+    """Write a block of ITEMS of the call's (row, head, new token) to the raw slots, but for tokens that the call itself
+    overwrites."""
+    item = (block * ITEMS + tl.arange(0, ITEMS)).to(tl.int64)
+    is_item = item < num_items
+    index = (item % num_columns).to(tl.int32)
+    head = item // num_columns % NUM_HEADS
+    row = item // num_columns // NUM_HEADS
+    length = tl.load(lengths_ptr + row, mask=is_item, other=0)
+    count = num_columns
+    if counts_ptr is not None:
+        count = tl.load(counts_ptr + row, mask=is_item, other=0)
+    is_new = is_item & (index < count)
+    column = index
+    if columns_ptr is not None:
+        column = tl.load(columns_ptr + row * num_columns + index, mask=is_new, other=0).to(tl.int32)
     token = length + index
     total = length + count
-    column = new_column(columns_ptr, index, is_new)
-    kept = is_new & ((token < SINK) | (token >= total - KEY_RING))
-    _copy_tokens(key_ptr, key_stride_column, raw_key_ptr, column, token, kept, SINK, KEY_RING, KEY_DIM, KEY_BLOCK)
-    kept = is_new & ((token < SINK) | (token >= total - VALUE_RING))
-    _copy_tokens(
-        value_ptr, value_stride_column, raw_value_ptr, column, token, kept, SINK, VALUE_RING, VALUE_DIM, VALUE_BLOCK
-    )
+    place = row * NUM_HEADS + head
+    _copy_items(
+        key_ptr + row * key_stride_row + head * key_stride_head + column.to(tl.int64) * key_stride_column,
+        raw_key_ptr + place * ((SINK + KEY_RING) * KEY_DIM), token,
+        is_new & ((token < SINK) | (token >= total - KEY_RING)), SINK, KEY_RING, KEY_DIM, KEY_BLOCK,
+    )  # fmt: skip
+    _copy_items(
+        value_ptr + row * value_stride_row + head * value_stride_head + column.to(tl.int64) * value_stride_column,
+        raw_value_ptr + place * ((SINK + VALUE_RING) * VALUE_DIM), token,
+        is_new & ((token < SINK) | (token >= total - VALUE_RING)), SINK, VALUE_RING, VALUE_DIM, VALUE_BLOCK,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(do_not_specialize=["num_items", "num_columns"])
 def append_kernel(
     key_ptr,
     value_ptr,
@@ -69,6 +89,7 @@ def append_kernel(
     value_stride_row,
     value_stride_head,
     value_stride_column,
+    num_items,
     num_columns,
     NUM_HEADS: tl.constexpr,
     SINK: tl.constexpr,
@@ -78,20 +99,13 @@ def append_kernel(
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    ITEMS: tl.constexpr,
 ):
-    """Grid (blocks of TOKENS new tokens, KV heads, rows). A short call does without: ``seal_pages_kernel`` appends as well."""
-    head = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    append_tokens(
-        tl.program_id(0),
-        key_ptr + row * key_stride_row + head.to(tl.int64) * key_stride_head,
-        value_ptr + row * value_stride_row + head.to(tl.int64) * value_stride_head,
-        raw_key_ptr + (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM),
-        raw_value_ptr + (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM),
-        key_stride_column, value_stride_column, row_columns(columns_ptr, row, num_columns),
-        tl.load(lengths_ptr + row), new_count(counts_ptr, row, num_columns),
-        SINK, KEY_RING, VALUE_RING, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, TOKENS,
+    """Grid (blocks of ITEMS items,). A short call does without: ``seal_pages_kernel`` appends as well."""
+    append_items(
+        tl.program_id(0), key_ptr, value_ptr, raw_key_ptr, raw_value_ptr, lengths_ptr, counts_ptr, columns_ptr,
+        key_stride_row, key_stride_head, key_stride_column, value_stride_row, value_stride_head, value_stride_column,
+        num_items, num_columns, NUM_HEADS, SINK, KEY_RING, VALUE_RING, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, ITEMS,
     )  # fmt: skip
 
 

@@ -19,20 +19,17 @@ from kitty_compile.kernels.primitives import (
     CODE_EXPONENT,
     FIELD_WEIGHTS,
     FIELDS,
+    IS_INTERPRETED,
     PAGE_SIZE,
     WORD_ROWS,
     bfloat16_to_float32,
-    call_columns,
     close_up,
-    deal_splits,
     dot,
     high_operand,
     key_operand,
     load_padded,
     narrow,
     normalize_columns,
-    pages_of_split,
-    partial_rows,
     power_of_two,
     relative_scales,
     scale_exponent,
@@ -58,11 +55,51 @@ FIELD_ORDER = tl.constexpr((5, 3, 2, 4, 7, 6, 1, 0))
 
 
 @triton.jit
-def _dot_fields(words, operand, sums):
-    """The products of the eight fields of ``words`` [16, D] with ``operand`` [D, N], added to ``sums`` where given."""
-    fields = split_fields(words)
+def _split_half_inline(words, shift):
+    return tl.inline_asm_elementwise(
+        asm="""
+        {
+        .reg .b32 amount, shifted;
+        and.b32 amount, $5, 0xF;
+        shr.u32 shifted, $4, amount;
+        and.b32 $0, shifted, 0x00030003;
+        and.b32 $1, shifted, 0x000C000C;
+        and.b32 $2, shifted, 0x00300030;
+        and.b32 $3, shifted, 0x00C000C0;
+        }
+        """,
+        constraints="=r,=r,=r,=r,r,r",
+        args=[words, shift],
+        dtype=(tl.float16,) * 4,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _split_half(words, half):
+    """As ``split_fields``, the four fields of one ``half`` of the words; field f holds code * 4**f * 2**-24."""
+    if not IS_INTERPRETED:
+        # Two words are shifted as one, by the lower one's amount; what the upper one loses to the lower one is masked.
+        fields = _split_half_inline(words, (8 * half).to(tl.int16))
+    else:
+        fields = ()
+        for field in tl.static_range(FIELDS // 2):
+            masked = (words.to(tl.int32) >> (8 * half)) & (3 << (2 * field))
+            fields = fields + (masked.to(tl.int16).to(tl.float16, bitcast=True),)
+    return fields
+
+
+@triton.jit
+def _dot_fields(words, operand, sums, half, NUM_FIELDS: tl.constexpr):
+    """The products of fields of ``words`` [16, D] with ``operand`` [D, N], added to ``sums`` where given: of all eight fields,
+    or with NUM_FIELDS = 4 of the ``half``'s four."""
+    if NUM_FIELDS == FIELDS:
+        fields = split_fields(words)
+    else:
+        fields = _split_half(words, half)
     products = ()
-    for field in tl.static_range(FIELDS):
+    for field in tl.static_range(NUM_FIELDS):
         if sums is None:
             products = products + (tl.dot(fields[field], operand),)
         else:
@@ -78,9 +115,9 @@ def max_of_fields(scores):
 
 
 @triton.jit
-def softcapped_fields(scores, score_cap):
+def softcapped_fields(scores, score_cap, NUM_FIELDS: tl.constexpr):
     capped = ()
-    for field in tl.static_range(FIELDS):
+    for field in tl.static_range(NUM_FIELDS):
         capped = capped + (softcapped(scores[field], score_cap),)
     return capped
 
@@ -130,43 +167,47 @@ def boosted_query(query_ptr, query_offsets, column_mask, exponents, boost, expon
 
 @triton.jit
 def packed_scores(
-    record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
-    SPREAD: tl.constexpr, KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr, HAS_INDEX: tl.constexpr,
-    KEY_HIGH: tl.constexpr, KEY_SCALE: tl.constexpr, KEY_ZERO: tl.constexpr, KEY_BOOST: tl.constexpr,
-    DIM: tl.constexpr, SLOTS: tl.constexpr,
+    record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, half, score_scale,
+    NUM_FIELDS: tl.constexpr, SPREAD: tl.constexpr, KEY_DIM: tl.constexpr, NUM_SLOTS: tl.constexpr,
+    HAS_INDEX: tl.constexpr, KEY_HIGH: tl.constexpr, KEY_SCALE: tl.constexpr, KEY_ZERO: tl.constexpr,
+    KEY_BOOST: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a packed key page as eight fp32 [16, N / SPREAD]: of the ``normalized`` query, which is
-    ``query`` * 2**-``exponents``, with the codes, and of the query with the zeros. ``units`` [N / SPREAD] are 2**exponents."""
+    """Scores of a packed key page, or with NUM_FIELDS = 4 of a ``half`` of it, as fp32 [16, N / SPREAD] a field: of the
+    ``normalized`` query, which is ``query`` * 2**-``exponents``, with the codes, and of the query with the zeros.
+    ``units`` [N / SPREAD] are 2**exponents."""
     low_words, high_words, scale_bits, zero_bits, boost = load_key_page(
         record_ptr, KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, DIM, SLOTS
     )
     exponent = scale_exponent(scale_bits, SCALE_TOP)
     scaled_query = normalized * relative_scales(scale_bits, exponent)[:, None]
-    scores = _dot_fields(key_operand(low_words, DIM), scaled_query, None)
+    scores = _dot_fields(key_operand(low_words, DIM), scaled_query, None, half, NUM_FIELDS)
     if HAS_INDEX:
         high_query = boosted_query(query_ptr, query_offsets, column_mask, exponents, boost, exponent)
-        scores = _dot_fields(high_operand(high_words, SLOTS), high_query, scores)
+        scores = _dot_fields(high_operand(high_words, SLOTS), high_query, scores, half, NUM_FIELDS)
     elif NUM_SLOTS > 0:
-        scores = _dot_fields(high_operand(high_words, SLOTS), scaled_query * 4.0, scores)
+        scores = _dot_fields(high_operand(high_words, SLOTS), scaled_query * 4.0, scores, half, NUM_FIELDS)
 
     zero = tl.broadcast_to(zero_bits.to(query.dtype, bitcast=True)[None, :], [WORD_ROWS, DIM])
     constant = close_up(dot(zero, query, tl.zeros([WORD_ROWS, query.shape[1]], tl.float32)), SPREAD) * score_scale
     unit = units * (score_scale * 2.0**CODE_EXPONENT) * power_of_two(exponent)
     finished = ()
-    for field in tl.static_range(FIELDS):
+    for field in tl.static_range(NUM_FIELDS):
         score = close_up(scores[field], SPREAD)
         finished = finished + (score * (unit * FIELD_WEIGHTS[field])[None, :] + constant,)
     return finished
 
 
 @triton.jit
-def raw_scores(record_ptr, query, score_scale, SPREAD: tl.constexpr, KEY_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Scores of a raw key page as eight fp32 [16, N / SPREAD]."""
+def raw_scores(
+    record_ptr, query, half, score_scale, NUM_FIELDS: tl.constexpr, SPREAD: tl.constexpr, KEY_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """Scores of a raw key page, or of a half of it, as fp32 [16, N / SPREAD] a field."""
     channels = tl.arange(0, DIM)
-    page_ptr = record_ptr.to(tl.pointer_type(query.dtype))
+    page_ptr = record_ptr.to(tl.pointer_type(query.dtype)) + half * (NUM_FIELDS * WORD_ROWS * KEY_DIM)
     offsets = tl.arange(0, WORD_ROWS)[:, None] * KEY_DIM + channels[None, :]
     scores = ()
-    for field in tl.static_range(FIELDS):
+    for field in tl.static_range(NUM_FIELDS):
         keys = tl.load(page_ptr + field * WORD_ROWS * KEY_DIM + offsets, mask=(channels < KEY_DIM)[None, :], other=0.0)
         score = dot(keys, query, tl.zeros([WORD_ROWS, query.shape[1]], tl.float32))
         scores = scores + (close_up(score, SPREAD) * score_scale,)
@@ -229,30 +270,20 @@ def _raw_values(
     return close_up(output, SPREAD)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_columns", "num_splits", "num_blocks", "batch"])
-def attend_pages_kernel(
-    query_ptr,
-    key_pages_ptr,
+@triton.jit
+def attend_packed_pages(
+    query_ptr,  # the row's
+    query_offsets,  # [N]
+    column_mask,  # [N]
+    query,  # [Dk, N]
+    key_pages_ptr,  # the head's record of page 0
     value_pages_ptr,
-    table_ptr,
-    lengths_ptr,
-    partial_ptr,  # fp32 [B * num_splits * Hq * T, Dv]
-    lse_ptr,  # fp32 [B * num_splits * Hq * T]
-    dealt_ptr,  # i32 [2, B], written for the merge: the first split of each row and their number; None: all have num_splits
-    query_stride_row,
-    query_stride_head,
-    query_stride_column,
-    table_stride,
-    num_columns,
-    num_splits,
-    num_blocks,
-    batch,
+    table_ptr,  # the row's
+    first_page,
+    last_page,
     score_scale,
     score_cap,
-    GROUP: tl.constexpr,
-    VALUE_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    SINK: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_BITS: tl.constexpr,
@@ -272,53 +303,19 @@ def attend_pages_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     SPREAD: tl.constexpr,
-    DEALT_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (KV heads, B * num_splits * column blocks). The splits are dealt to the rows by their lengths, or evenly where
-    ``dealt_ptr`` is None; a row's pages are dealt to its splits. A split that gets none says so with a log-sum-exp of -inf.
+    """Attention over pages [first_page, last_page), at least one, packed in K and V (or raw in both, where the layout has no
+    codes) -> output [Dv, N / SPREAD], already divided by the sum, and log2-sum-exp2 [N / SPREAD].
 
-    What is stored is already divided by the sum. Scores are ``q . k * score_scale`` in units of log2, or with HAS_SOFTCAP
-    ``score_cap * tanh(q . k * score_scale)``.
+    Scores are ``q . k * score_scale`` in units of log2, or with HAS_SOFTCAP ``score_cap * tanh(q . k * score_scale)``.
     """
-    head = tl.program_id(0)
-    index = tl.program_id(1) // num_blocks
-    block = tl.program_id(1) % num_blocks
-    if dealt_ptr is not None:
-        counts, ends = deal_splits(lengths_ptr, batch, num_splits, SINK, VALUE_WINDOW, DEALT_ROWS)
-        row = tl.sum((ends <= index).to(tl.int32), axis=0)
-        if row >= batch:
-            return
-        split = index - tl.sum(tl.where(ends <= index, counts, 0), axis=0)
-        splits = tl.sum(tl.where(tl.arange(0, DEALT_ROWS) == row, counts, 0), axis=0)
-        tl.store(dealt_ptr + row, index - split)
-        tl.store(dealt_ptr + batch + row, splits)
-    else:
-        row = index // num_splits
-        split = index % num_splits
-        splits = num_splits
-    row = row.to(tl.int64)
-    first_page, last_page = pages_of_split(tl.load(lengths_ptr + row), split, splits, SINK, VALUE_WINDOW, False)
-    PAIRS: tl.constexpr = COLUMNS // SPREAD
-    column, member, is_real = call_columns(block, num_columns, GROUP, PAIRS, PAIRS, 1)
-    place = partial_rows(index.to(tl.int64), head, column, member, num_columns, NUM_HEADS, GROUP)
-    if first_page >= last_page:
-        tl.store(lse_ptr + place, tl.full([PAIRS], -float("inf"), tl.float32), mask=is_real)
-        return
-
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
-    query_column, query_member, column_mask = call_columns(block, num_columns, GROUP, PAIRS, COLUMNS, SPREAD)
-    query_offsets = (head * GROUP + query_member) * query_stride_head + query_column * query_stride_column
-    query_ptr += row * query_stride_row
-    table_ptr += row * table_stride
-    key_channels = tl.arange(0, KEY_BLOCK)
-    query_mask = column_mask[None, :] & (key_channels < KEY_DIM)[:, None]
-    query = tl.load(query_ptr + query_offsets[None, :] + key_channels[:, None], mask=query_mask, other=0.0)
+    COLUMNS: tl.constexpr = query.shape[1]
+    PAIRS: tl.constexpr = query.shape[1] // SPREAD
     normalized, exponents = normalize_columns(query, QUERY_TOP)
     units = close_up(score_units(exponents, COLUMNS), SPREAD)
-
     running_max = tl.full([PAIRS], -float("inf"), tl.float32)
     weight_sum = tl.zeros([WORD_ROWS, PAIRS], tl.float32)
     zero_sum = tl.zeros([WORD_ROWS, PAIRS], tl.float32)
@@ -328,17 +325,17 @@ def attend_pages_kernel(
     for index in tl.range(first_page, last_page, num_stages=STAGES):
         page = next_page.to(tl.int64)
         next_page = tl.load(table_ptr + tl.minimum(index + 1, last_page - 1))
-        key_record_ptr = key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES
-        value_record_ptr = value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES
+        key_record_ptr = key_pages_ptr + page * (NUM_HEADS * KEY_BYTES)
+        value_record_ptr = value_pages_ptr + page * (NUM_HEADS * VALUE_BYTES)
         if KEY_BITS == 16:
-            scores = raw_scores(key_record_ptr, query, score_scale, SPREAD, KEY_DIM, KEY_BLOCK)
+            scores = raw_scores(key_record_ptr, query, 0, score_scale, FIELDS, SPREAD, KEY_DIM, KEY_BLOCK)
         else:
             scores = packed_scores(
-                key_record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, score_scale,
-                SPREAD, KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK, SLOT_BLOCK,
+                key_record_ptr, query_ptr, query_offsets, column_mask, query, normalized, exponents, units, 0, score_scale,
+                FIELDS, SPREAD, KEY_DIM, NUM_SLOTS, HAS_INDEX, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK, SLOT_BLOCK,
             )  # fmt: skip
         if HAS_SOFTCAP:
-            scores = softcapped_fields(scores, score_cap)
+            scores = softcapped_fields(scores, score_cap, FIELDS)
         new_max = tl.maximum(running_max, max_of_fields(scores))
         base = (new_max - PROBABILITY_TOP)[None, :]
         weights = ()
@@ -368,7 +365,4 @@ def attend_pages_kernel(
             accumulator * (inverse * VALUE_UNIT) * power_of_two(value_exponent)
             + tl.sum(zero_sum, axis=0)[None, :] * inverse
         )
-    channels = tl.arange(0, VALUE_BLOCK)
-    mask = is_real[None, :] & (channels < VALUE_DIM)[:, None]
-    tl.store(partial_ptr + place[None, :] * VALUE_DIM + channels[:, None], result, mask=mask)
-    tl.store(lse_ptr + place, running_max - PROBABILITY_TOP + tl.log2(total), mask=is_real)
+    return result, running_max - PROBABILITY_TOP + tl.log2(total)

@@ -14,7 +14,7 @@ _SPLIT_OVERHEAD = 1.5
 # Registers allow this many warps of the page kernels on a multiprocessor.
 _WARPS_PER_PROCESSOR = 8
 # Of a step of a raw part.
-RAW_TOKENS = 32
+RAW_TOKENS = 16
 # New columns times the GQA group that decode programs take.
 MAX_STEP_PAIRS = 16
 
@@ -28,7 +28,7 @@ class StepPlan(NamedTuple):
     splits: int  # of a row's pages, on average
     raw_parts: int
     part_tokens: int  # of a raw part
-    mixed_parts: int
+    half_pages: int  # that can be packed in K alone, two programs a page
 
 
 class BlockPlan(NamedTuple):
@@ -56,9 +56,9 @@ def plan_step(heads: int, num_columns: int, group: int, max_pages: int, raw: Raw
     """For ``heads`` KV heads over all rows. One warp a program reads packed words straight into a tensor core's operand."""
     pairs, columns = num_columns * group, 8
     blocks, most_raw = _ceil_div(pairs, columns), raw.sink_length + PAGE_SIZE - 1 + num_columns
-    room, mixed_parts = processors * _WARPS_PER_PROCESSOR, raw.max_mixed_pages
+    room, half_pages = processors * _WARPS_PER_PROCESSOR, 2 * raw.max_mixed_pages
     # Few rows are done the sooner the more programs share their raw tokens.
-    raw_parts = max(min(room // (heads * blocks) - mixed_parts, _ceil_div(most_raw, RAW_TOKENS)), 1)
+    raw_parts = max(min(room // (heads * blocks) - half_pages, _ceil_div(most_raw, RAW_TOKENS)), 1)
     part_tokens = _ceil_div(_ceil_div(most_raw, raw_parts), RAW_TOKENS) * RAW_TOKENS
     return StepPlan(
         columns,
@@ -67,7 +67,7 @@ def plan_step(heads: int, num_columns: int, group: int, max_pages: int, raw: Raw
         splits=choose_splits(heads * blocks, max_pages, room),
         raw_parts=_ceil_div(most_raw, part_tokens),
         part_tokens=part_tokens,
-        mixed_parts=mixed_parts,
+        half_pages=half_pages,
     )
 
 

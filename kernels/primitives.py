@@ -382,15 +382,3 @@ def pages_of_split(length, split, num_splits, SINK: tl.constexpr, VALUE_WINDOW: 
 def softcapped(scores, score_cap):
     """``score_cap * tanh(scores)``; the exponential may overflow to infinity, which gives 1."""
     return score_cap - 2.0 * score_cap / (tl.exp2(scores * 2.8853900817779268) + 1.0)
-
-
-@triton.jit
-def deal_splits(lengths_ptr, batch, num_splits, SINK: tl.constexpr, VALUE_WINDOW: tl.constexpr, ROWS: tl.constexpr):
-    """How many of the ``batch * num_splits`` splits each row gets, i32 [ROWS], and where they end: one, and its share of the
-    others by its packed pages. Rows of equal length get ``num_splits`` each."""
-    row = tl.arange(0, ROWS)
-    length = tl.load(lengths_ptr + row, mask=row < batch, other=0)
-    pages = sealed_pages(length, SINK + VALUE_WINDOW)
-    share = pages * (batch * (num_splits - 1)) // tl.maximum(tl.sum(pages, axis=0), 1)
-    counts = tl.where(row < batch, 1 + share, 0)
-    return counts, tl.cumsum(counts, axis=0)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kitty_compile.kernels import reference
-from kitty_compile.kernels.append import append_tokens
+from kitty_compile.kernels.append import append_items
 from kitty_compile.kernels.primitives import (
     FIELD_PREMULTIPLIER,
     FIELDS,
@@ -15,7 +15,6 @@ from kitty_compile.kernels.primitives import (
     high_word_offset,
     mix_hash,
     new_column,
-    new_count,
     order_key_words,
     order_value_words,
     pack_words,
@@ -224,7 +223,21 @@ def _seal_value_page(
         tl.store(planes + ZERO_OFFSET // 2 + tokens, _zero_bits(low, stored.dtype))
 
 
-@triton.jit(do_not_specialize=["num_columns", "table_stride", "hash_base"])
+@triton.jit
+def _rows_pages(row, batch, lengths_ptr, counts_ptr, num_columns, SINK: tl.constexpr, VALUE_WINDOW: tl.constexpr):
+    """How many pages the call completes in each of some rows: in K, and in K and V together."""
+    length = tl.load(lengths_ptr + row, mask=row < batch, other=0)
+    total = length
+    if counts_ptr is None:
+        total += tl.where(row < batch, num_columns, 0)
+    else:
+        total += tl.load(counts_ptr + row, mask=row < batch, other=0)
+    keys = sealed_pages(total, SINK) - sealed_pages(length, SINK)
+    values = sealed_pages(total, SINK + VALUE_WINDOW) - sealed_pages(length, SINK + VALUE_WINDOW)
+    return keys, keys + values
+
+
+@triton.jit(do_not_specialize=["batch", "num_columns", "table_stride", "hash_base"])
 def seal_pages_kernel(
     key_ptr,
     value_ptr,
@@ -242,6 +255,7 @@ def seal_pages_kernel(
     value_stride_row,
     value_stride_head,
     value_stride_column,
+    batch,
     num_columns,
     table_stride,
     hash_base,
@@ -268,54 +282,66 @@ def seal_pages_kernel(
     VALUE_BYTES: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    APPENDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    IS_SHORT: tl.constexpr,
+    ITEMS: tl.constexpr,
 ):
-    """Grid (2 * pages a row can complete + 1 if APPENDED, KV heads, rows): even programs seal keys, odd ones values, and the
-    last one appends a call of at most APPENDED tokens.
+    """Grid: any number of programs, which share the pages to seal, of all rows and heads, and with IS_SHORT append the tokens.
 
     A call of no more than rollback_window tokens overwrites no slot that sealing reads, in whatever order the programs run.
     """
-    candidate = tl.program_id(0) // 2
-    head = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    length = tl.load(lengths_ptr + row)
-    count = new_count(counts_ptr, row, num_columns)
-    total = length + count
-    columns = row_columns(columns_ptr, row, num_columns)
-    tokens = tl.arange(0, PAGE_SIZE)
-    key_ptr += row * key_stride_row + head.to(tl.int64) * key_stride_head
-    value_ptr += row * value_stride_row + head.to(tl.int64) * value_stride_head
-    raw_key_ptr += (row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM)
-    raw_value_ptr += (row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM)
-    if (
-        APPENDED > 0 and tl.program_id(0) == tl.num_programs(0) - 1
-    ):  # its candidate page is past what the call can complete
-        append_tokens(
-            0, key_ptr, value_ptr, raw_key_ptr, raw_value_ptr, key_stride_column, value_stride_column, columns, length,
-            count, SINK, KEY_RING, VALUE_RING, KEY_DIM, VALUE_DIM, KEY_BLOCK, VALUE_BLOCK, APPENDED,
-        )  # fmt: skip
-    if tl.program_id(0) % 2 == 0:
-        page_index = sealed_pages(length, SINK) + candidate
-        if page_index < sealed_pages(total, SINK):
-            token = page_index * PAGE_SIZE + SINK + tokens
-            column = new_column(columns, token - length, token >= length)
-            rows = token_pointers(
-                raw_key_ptr, KEY_DIM, key_ptr, key_stride_column, token, column, length, SINK, KEY_RING
-            )
-            page = tl.load(table_ptr + row * table_stride + page_index).to(tl.int64)
-            record_ptr = key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES
-            _seal_key_page(
-                rows, record_ptr, hash_base, head, page_index, IS_RANDOM, KEY_DIM, KEY_BITS,
-                NUM_BOOSTED, NUM_SLOTS, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK,
+    program = tl.program_id(0)
+    if IS_SHORT:
+        num_items = batch * NUM_HEADS * num_columns
+        for block in range(program, tl.cdiv(num_items, ITEMS), tl.num_programs(0)):
+            append_items(
+                block, key_ptr, value_ptr, raw_key_ptr, raw_value_ptr, lengths_ptr, counts_ptr, columns_ptr,
+                key_stride_row, key_stride_head, key_stride_column, value_stride_row, value_stride_head,
+                value_stride_column, num_items, num_columns, NUM_HEADS, SINK, KEY_RING, VALUE_RING, KEY_DIM, VALUE_DIM,
+                KEY_BLOCK, VALUE_BLOCK, ITEMS,
             )  # fmt: skip
-    else:
-        page_index = sealed_pages(length, SINK + VALUE_WINDOW) + candidate
-        if page_index < sealed_pages(total, SINK + VALUE_WINDOW):
+    rows = tl.arange(0, ROWS)
+    key_counts, counts = _rows_pages(rows, batch, lengths_ptr, counts_ptr, num_columns, SINK, VALUE_WINDOW)
+    num_pages = tl.sum(counts, axis=0)
+    if num_pages == 0:  # as in most decode steps
+        return
+    ends = tl.cumsum(counts, axis=0)
+    tokens = tl.arange(0, PAGE_SIZE)
+    for item in range(program, num_pages * NUM_HEADS, tl.num_programs(0)):
+        head = item % NUM_HEADS
+        index = item // NUM_HEADS
+        row = tl.sum((ends <= index).to(tl.int32), axis=0)
+        index -= tl.sum(tl.where(ends <= index, counts, 0), axis=0)
+        num_keys = tl.sum(tl.where(rows == row, key_counts, 0), axis=0)
+        length = tl.load(lengths_ptr + row)
+        columns = row_columns(columns_ptr, row, num_columns)
+        long_row = row.to(tl.int64)
+        long_head = head.to(tl.int64)
+        if index < num_keys:
+            page_index = sealed_pages(length, SINK) + index
             token = page_index * PAGE_SIZE + SINK + tokens
             column = new_column(columns, token - length, token >= length)
-            rows = token_pointers(
-                raw_value_ptr, VALUE_DIM, value_ptr, value_stride_column, token, column, length, SINK, VALUE_RING
-            )
-            page = tl.load(table_ptr + row * table_stride + page_index).to(tl.int64)
-            record_ptr = value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES
-            _seal_value_page(rows, record_ptr, VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK)
+            pointers = token_pointers(
+                raw_key_ptr + (long_row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM), KEY_DIM,
+                key_ptr + long_row * key_stride_row + long_head * key_stride_head, key_stride_column,
+                token, column, length, SINK, KEY_RING,
+            )  # fmt: skip
+            page = tl.load(table_ptr + long_row * table_stride + page_index).to(tl.int64)
+            _seal_key_page(
+                pointers, key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES, hash_base, head, page_index, IS_RANDOM,
+                KEY_DIM, KEY_BITS, NUM_BOOSTED, NUM_SLOTS, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK,
+            )  # fmt: skip
+        else:
+            page_index = sealed_pages(length, SINK + VALUE_WINDOW) + index - num_keys
+            token = page_index * PAGE_SIZE + SINK + tokens
+            column = new_column(columns, token - length, token >= length)
+            pointers = token_pointers(
+                raw_value_ptr + (long_row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM), VALUE_DIM,
+                value_ptr + long_row * value_stride_row + long_head * value_stride_head, value_stride_column,
+                token, column, length, SINK, VALUE_RING,
+            )  # fmt: skip
+            page = tl.load(table_ptr + long_row * table_stride + page_index).to(tl.int64)
+            _seal_value_page(
+                pointers, value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES,
+                VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK,
+            )  # fmt: skip

@@ -12,6 +12,7 @@ from kitty_compile.kernels.triton_update import dense_channels, is_short, requir
 
 _MERGE_ELEMENTS = 4096
 _MERGED_SPLITS = 128
+_DEALT_SPLITS = 16
 
 
 class Call(NamedTuple):
@@ -125,7 +126,9 @@ def merge(
     number, *split_tensors = splits or Splits(0, *parts, None)
     batch, num_heads, num_columns, head_dim = output.shape
     num_rows, num_parts = parts.lse.shape
-    width, split_width = triton.next_power_of_2(num_parts), min(triton.next_power_of_2(number), _MERGED_SPLITS)
+    # A row may have been dealt many more splits than there are on average.
+    most = max(number, _DEALT_SPLITS) if split_tensors[-1] is not None else number
+    width, split_width = triton.next_power_of_2(num_parts), min(triton.next_power_of_2(most), _MERGED_SPLITS)
     widest = max(width, split_width)
     channels = min(triton.next_power_of_2(head_dim), max(16, _MERGE_ELEMENTS // widest))
     rows = max(1, min(_MERGE_ELEMENTS // (widest * channels), num_rows // 512))

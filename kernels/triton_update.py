@@ -6,16 +6,17 @@ import triton
 from kitty_compile.kernels import reference
 from kitty_compile.kernels.append import advance_kernel, append_kernel
 from kitty_compile.kernels.dequantize_pages import copy_pages_kernel, dequantize_keys_kernel, dequantize_values_kernel
-from kitty_compile.kernels.launch_plan import block_sizes, is_wide_head, key_constants, value_constants
+from kitty_compile.kernels.launch_plan import block_sizes, is_wide_head, key_constants, num_processors, value_constants
 from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout, RawLayout
 from kitty_compile.kernels.seal_page import seal_pages_kernel
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_APPEND_TOKENS = 16
+_APPENDED_ITEMS = 16
 _MAX_APPENDED = 32
 _COPY_BLOCK = 4096
 # Two programs to a multiprocessor, whatever they spill: faster than one.
 _SEAL_REGISTERS = 128
+_SEALS_PER_PROCESSOR = 2
 
 
 def update(
@@ -69,20 +70,23 @@ def seal(
     appends = is_short(key, state, raw)
     if state.page_table.shape[1] > 0:
         key_record = {name: number for name, number in key_constants(layout).items() if name != "HAS_INDEX"}
-        programs = 2 * triton.cdiv(num_columns, PAGE_SIZE) + int(appends)
-        seal_pages_kernel[(programs, num_heads, batch)](
+        # No more programs than there can be pages to complete, or than run at a time.
+        most = 2 * batch * num_heads * triton.cdiv(num_columns, PAGE_SIZE)
+        programs = min(most, _SEALS_PER_PROCESSOR * num_processors(key.device))
+        seal_pages_kernel[(programs,)](
             key, value, state.raw_key, state.raw_value, state.key_pages, state.value_pages,
             state.lengths, counts, columns, state.page_table, *strides,
-            num_columns, state.page_table.stride(0), _hash_base(seed, layer),
+            batch, num_columns, state.page_table.stride(0), _hash_base(seed, layer),
             VALUE_WINDOW=raw.value_window, IS_RANDOM=seed >= 0, NUM_BOOSTED=layout.key.num_boosted,
-            APPENDED=triton.next_power_of_2(num_columns) if appends else 0,
+            ROWS=triton.next_power_of_2(batch), IS_SHORT=appends, ITEMS=_APPENDED_ITEMS,
             **constants, **key_record, **value_constants(layout),
             num_warps=8, maxnreg=None if is_wide_head(layout) else _SEAL_REGISTERS,
         )  # fmt: skip
     if not appends:
-        append_kernel[(triton.cdiv(num_columns, _APPEND_TOKENS), num_heads, batch)](
-            key, value, state.raw_key, state.raw_value, state.lengths, counts, columns, *strides, num_columns,
-            KEY_DIM=layout.key_dim, VALUE_DIM=layout.value_dim, TOKENS=_APPEND_TOKENS, **constants,
+        num_items = batch * num_heads * num_columns
+        append_kernel[(triton.cdiv(num_items, _APPENDED_ITEMS),)](
+            key, value, state.raw_key, state.raw_value, state.lengths, counts, columns, *strides, num_items, num_columns,
+            KEY_DIM=layout.key_dim, VALUE_DIM=layout.value_dim, ITEMS=_APPENDED_ITEMS, **constants,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kitty_compile.kernels import triton_block, triton_call, triton_step, triton_update
 from kitty_compile.kernels.layout import RawLayout
-from kitty_compile.kernels.primitives import deal_splits
+from kitty_compile.kernels.step_attention import deal_splits
 from tests.kernel_cases import make_case, make_layout
 from tests.kernel_checks import attend_and_update, check_attention, check_step
 
@@ -73,11 +73,11 @@ class Counted:
         return self.kernel[grid]
 
 
-def test_a_step_takes_four_launches(monkeypatch):
+def test_a_step_takes_three_launches(monkeypatch):
     launches = []
     for module in (triton_block, triton_call, triton_step, triton_update):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Counted(getattr(module, name), launches, name))
     layout = make_layout(key_dim=16, heads=1, num_boosted=4)
     attend_and_update(make_case(layout, RAW, [287, 40], group=2), scale=0.1)
-    assert sorted(launches) == ["attend_pages_kernel", "attend_raw_kernel", "merge_splits_kernel", "seal_pages_kernel"]
+    assert sorted(launches) == ["attend_step_kernel", "merge_splits_kernel", "seal_pages_kernel"]
