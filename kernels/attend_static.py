@@ -113,7 +113,7 @@ def _attend_dense(
     joined rather than reshaped: what a tracer cannot say of strides would be a guard on the sizes.
     """
     group, num_columns = query.shape[1] // key.shape[1], query.shape[2]
-    folded = torch.cat(query.to(key.dtype).unflatten(1, (key.shape[1], group)).unbind(2), dim=2)
+    folded = torch.cat([query[:, member::group] for member in range(group)], dim=2).to(key.dtype)
     mask = torch.cat([visible] * group, dim=2)
     if softcap == 0 and sinks is None:
         output = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
@@ -127,8 +127,8 @@ def _attend_dense(
     # A page's top code can lie half a step above the dtype's range.
     largest = torch.finfo(query.dtype).max
     output = output.clamp(-largest, largest).to(query.dtype)
-    result: torch.Tensor = output.contiguous().unflatten(2, (group, num_columns)).flatten(1, 2)
-    return result
+    members = [output.narrow(2, member * num_columns, num_columns).unbind(1) for member in range(group)]
+    return torch.stack([head for heads in zip(*members, strict=True) for head in heads], dim=1)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, num_columns: int) -> torch.Tensor:

@@ -15,13 +15,15 @@ def _merge_parts(
 ):
     """Take partial outputs at ``place`` [ROWS, PARTS] into the running largest, total [ROWS] and merged [ROWS, CHANNELS]."""
     lse = tl.load(lse_ptr + place, mask=is_part, other=-float("inf"))
+    # Loaded beside the log-sum-exps rather than after them.
+    mask = is_part[:, :, None] & in_head[None, None, :]
+    partial = tl.load(partial_ptr + place[:, :, None] * VALUE_DIM + channel[None, None, :], mask=mask, other=0.0)
+    # A part of weight zero may hold anything.
+    partial = tl.where((lse > -float("inf"))[:, :, None], partial, 0.0)
     new_largest = tl.maximum(largest, tl.max(lse, axis=1))
     base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
     weights = tl.exp2(lse - base[:, None])
     alpha = tl.exp2(largest - base)
-    # A part of weight zero may hold anything.
-    mask = (lse > -float("inf"))[:, :, None] & in_head[None, None, :]
-    partial = tl.load(partial_ptr + place[:, :, None] * VALUE_DIM + channel[None, None, :], mask=mask, other=0.0)
     merged = merged * alpha[:, None] + tl.sum(partial * weights[:, :, None], axis=1)
     return new_largest, total * alpha + tl.sum(weights, axis=1), merged
 
@@ -65,6 +67,11 @@ def merge_splits_kernel(
     is_row, in_head = row < num_rows, channel < VALUE_DIM
     head = (row // num_columns) % QUERY_HEADS
     batch_row = row // num_columns // QUERY_HEADS
+    first = batch_row * num_splits
+    count = tl.where(is_row, num_splits, 0)
+    if SPLITS > 0 and dealt_ptr is not None:
+        first = tl.load(dealt_ptr + batch_row, mask=is_row, other=0)
+        count = tl.load(dealt_ptr + batch + batch_row, mask=is_row, other=0)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks_ptr is not None:
@@ -79,12 +86,6 @@ def merge_splits_kernel(
     )
     if SPLITS > 0:
         per_split = num_columns * QUERY_HEADS
-        if dealt_ptr is not None:
-            first = tl.load(dealt_ptr + batch_row, mask=is_row, other=0)
-            count = tl.load(dealt_ptr + batch + batch_row, mask=is_row, other=0)
-        else:
-            first = batch_row * num_splits
-            count = tl.where(is_row, num_splits, 0)
         split = tl.arange(0, SPLITS)
         for start in range(0, tl.max(count, axis=0), SPLITS):
             split_place = (first[:, None] + start + split[None, :]).to(tl.int64) * per_split + (row % per_split)[
