@@ -120,8 +120,8 @@ def random_scores(seed: BoostSeed, num_heads: int, head_dim: int) -> torch.Tenso
     """A 31-bit hash of (seed, layer, head, page, channel), i32 [N, num_heads, head_dim]: the ablation of figure 4."""
     device = seed.pages.device
     parts = (
-        torch.tensor(seed.seed, device=device),
-        torch.tensor(seed.layer, device=device),
+        torch.full((), seed.seed, device=device),
+        torch.full((), seed.layer, device=device),
         torch.arange(num_heads, device=device).view(1, -1, 1),
         seed.pages.to(torch.int64).view(-1, 1, 1),
         torch.arange(head_dim, device=device).view(1, 1, -1),
@@ -199,9 +199,9 @@ def seal_values(values: torch.Tensor, layout: PageLayout) -> torch.Tensor:
 
 def value_premultipliers(device: torch.device) -> torch.Tensor:
     """The power of four that each token's stored scale carries, bf16 [128] (exact)."""
-    # A table rather than a power: compilers would take it inside the loop over channels.
-    powers = [4.0**power for power in FIELD_PREMULTIPLIER for _ in range(WORD_ROWS)]
-    return torch.tensor(powers, device=device, dtype=SCALE_DTYPE)
+    # Made on the device: an exported graph would keep a table as a constant of the CPU.
+    parts = [torch.full((WORD_ROWS,), 4.0**power, device=device, dtype=SCALE_DTYPE) for power in FIELD_PREMULTIPLIER]
+    return torch.cat(parts)
 
 
 class KeyParts(NamedTuple):

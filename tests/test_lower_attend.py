@@ -64,3 +64,10 @@ def test_sliding_windows_and_sinks(monkeypatch):
 def test_room_for_one_page_or_none(max_length):
     program = kitty_compile.export(tiny_model("qwen2"), max_batch=1, max_length=max_length)
     check(program, [(max_length - 8, 1.0), (1, 1.0), (7, 1.0)], rows=1)
+
+
+def test_all_constants_are_the_programs_own():
+    """A constant made while tracing would be one of the CPU, which a package for another device cannot load."""
+    program = kitty_compile.export(testing.tiny_model("llama"), max_batch=2, max_length=300)
+    lowered = lower_attend(program.exported, program.max_length)
+    assert all(name.startswith(PREFIX) for name in lowered.constants), list(lowered.constants)
