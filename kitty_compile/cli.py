@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import rich.console
 import typer
 
-from kitty_compile import cli_export
+from kitty_compile import cli_bench, cli_export
 from kitty_compile.cli_options import (
     DeviceOption,
     DtypeOption,
@@ -256,6 +256,7 @@ def _next_line(ask: Callable[[str], str]) -> str:
         return ""
 
 
+app.command()(cli_bench.bench)
 app.command()(cli_export.export)
 app.command()(cli_export.run)
 
