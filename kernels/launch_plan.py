@@ -34,11 +34,11 @@ class StepPlan(NamedTuple):
 class BlockPlan(NamedTuple):
     """How a block of a longer call's columns is dealt to programs: splits of pages, one part of raw tokens, mixed pages."""
 
-    columns: int  # of a page program
+    columns: int  # of a program: wide blocks, so that pages are unpacked less often
     warps: int  # of a page program
-    raw_columns: int  # of a raw program
     raw_warps: int
     raw_tokens: int  # of a raw program's step
+    stages: int  # of the page program's software pipeline
     splits: int
     mixed_parts: int
 
@@ -76,15 +76,15 @@ def plan_block(
 ) -> BlockPlan:
     """For ``heads`` KV heads over all rows and ``max_pages`` pages, 0 where the cache is empty."""
     is_wide, pairs = is_wide_head(layout), num_columns * group
-    columns, raw_columns = 64, 64 if pairs <= 64 or is_wide else 128
-    warps = 8 if is_wide else 4
+    columns = 64 if pairs <= 64 or is_wide else 128
+    warps = 8 if is_wide else columns // 16
     room = processors * _WARPS_PER_PROCESSOR // warps
     return BlockPlan(
         columns,
         warps,
-        raw_columns,
-        raw_warps=raw_columns // 16,
+        raw_warps=columns // 16,
         raw_tokens=32 if is_wide else 64,
+        stages=1 if is_wide else 2,
         splits=choose_splits(heads * _ceil_div(pairs, columns), max_pages, room) if max_pages else 0,
         mixed_parts=raw.max_mixed_pages if max_pages else 0,
     )

@@ -6,45 +6,17 @@ The raw tokens of a row are numbered through: sink, tail, own. A program walks a
 import triton
 import triton.language as tl
 
+from kitty_compile.kernels.prefill_attention import softmax_result, softmax_step
 from kitty_compile.kernels.primitives import (
     PAGE_SIZE,
     call_columns,
-    dot,
-    narrow,
     new_column,
     new_count,
     partial_rows,
     row_columns,
     sealed_pages,
-    softcapped,
     token_pointers,
 )
-
-
-@triton.jit
-def _softmax_step(
-    query, keys, values, visible, running_max, total, accumulator, score_scale, score_cap, HAS_SOFTCAP: tl.constexpr
-):
-    """One step of the online softmax: query [M, Dk], keys [Dk, N], values [N, Dv]; ``visible`` [M, N] or None for all."""
-    scores = dot(query, keys, tl.zeros([query.shape[0], keys.shape[1]], tl.float32)) * score_scale
-    if HAS_SOFTCAP:
-        scores = softcapped(scores, score_cap)
-    if visible is not None:
-        scores = tl.where(visible, scores, -float("inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-    base = tl.where(new_max == -float("inf"), 0.0, new_max)
-    weights = tl.exp2(scores - base[:, None])
-    alpha = tl.exp2(running_max - base)
-    total = total * alpha + tl.sum(weights, axis=1)
-    accumulator = dot(narrow(weights, values.dtype), values, accumulator * alpha[:, None])
-    return new_max, total, accumulator
-
-
-@triton.jit
-def _softmax_result(running_max, total, accumulator):
-    """Output divided by the sum, and log2-sum-exp2."""
-    total = tl.where(total > 0.0, total, 1.0)
-    return accumulator * (1.0 / total)[:, None], running_max + tl.log2(total)
 
 
 @triton.jit
@@ -105,10 +77,10 @@ def _attend_raw_range(
         keys = tl.load(key_rows[:, None] + key_channels[None, :], mask=is_valid[:, None] & in_key, other=0.0)
         values = tl.load(value_rows[:, None] + value_channels[None, :], mask=is_valid[:, None] & in_value, other=0.0)
         visible = is_valid[None, :] & (tl.where(is_own, column, -1)[None, :] <= query_column[:, None])
-        running_max, total, accumulator = _softmax_step(
+        running_max, total, accumulator = softmax_step(
             query, tl.trans(keys), values, visible, running_max, total, accumulator, score_scale, score_cap, HAS_SOFTCAP
         )
-    return _softmax_result(running_max, total, accumulator)
+    return softmax_result(running_max, total, accumulator)
 
 
 @triton.jit(do_not_specialize=["first_column", "num_columns", "num_new", "num_parts", "part"])

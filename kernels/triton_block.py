@@ -47,20 +47,20 @@ def _launch_pages(
         query, call.state.key_pages, call.state.value_pages, call.state.raw_value, call.state.page_table,
         call.state.lengths, *parts, *query.stride()[:3], call.state.page_table.stride(0), query.shape[2], splits,
         plan.num_parts, first_part, *call.score_factors, **call.constants(), **page_constants(call.layout),
-        VALUE_WINDOW=call.raw.value_window, VALUE_RING=call.raw.value_ring,
-        RAW_VALUES=raw_values, COLUMNS=plan.columns, num_warps=plan.warps,
+        NUM_BOOSTED=call.layout.key.num_boosted, VALUE_WINDOW=call.raw.value_window, VALUE_RING=call.raw.value_ring,
+        RAW_VALUES=raw_values, COLUMNS=plan.columns, STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
 
 
 def _launch_raw(call: Call, query: torch.Tensor, first: int, plan: BlockPlan, parts: Parts) -> None:
     batch, num_heads, num_new, key_dim = call.key.shape
     sizes = block_sizes(call.layout)
-    blocks = triton.cdiv(query.shape[2] * call.group, plan.raw_columns)
+    blocks = triton.cdiv(query.shape[2] * call.group, plan.columns)
     attend_residue_kernel[(blocks, num_heads, batch)](
         query, call.key, call.value, call.state.raw_key, call.state.raw_value, call.state.lengths, call.counts,
         call.columns, *parts, *query.stride()[:3], *call.key.stride()[:3], *call.value.stride()[:3], first,
         query.shape[2], num_new, plan.num_parts, plan.splits, *call.score_factors, **call.constants(),
         KEY_RING=call.raw.key_ring, VALUE_RING=call.raw.value_ring, IS_EMPTY=call.is_empty, KEY_DIM=key_dim,
         VALUE_DIM=call.layout.value_dim, KEY_BLOCK=sizes["KEY_BLOCK"], VALUE_BLOCK=sizes["VALUE_BLOCK"],
-        COLUMNS=plan.raw_columns, TOKENS=plan.raw_tokens, STAGES=2, num_warps=plan.raw_warps,
+        COLUMNS=plan.columns, TOKENS=plan.raw_tokens, STAGES=2, num_warps=plan.raw_warps,
     )  # fmt: skip
