@@ -1,7 +1,8 @@
 """Prefill and decode apart: time to first token, step times with their tail, memory, what ``generate`` adds.
 
-    python benchmarks/latency.py [--model qwen3-8b] [--layers 12] [--sections prefill,memory,generate,steps,compiled]
-        [--prompts 1024,8192,32768] [--batches 1,8,32] [--length 8192] [--steps 384] [--seconds 100] [--out FOLDER]
+    python benchmarks/latency.py [--model qwen3-8b] [--layers 12] [--seconds 100]
+        [--sections prefill,memory,generate,steps,recorded,compiled] [--prompts 1024,8192,32768] [--batches 1,8,32]
+        [--length 8192] [--steps 384] [--recorded-steps 2000] [--out FOLDER]
 
 Random weights in the model's shape, with fewer layers unless told: every row says how many. No row is begun once ``--seconds``
 have passed. A line of JSON a row is printed as it comes; the result file is written after each.
@@ -13,6 +14,7 @@ have passed. A line of JSON a row is printed as it comes; the result file is wri
                 own loop adds to each step (the slope of its time over the tokens, minus a step's time)
     steps       each decode step by the host's clock, kernels waited for. "lockstep": all rows seal a page in the same step.
                 "staggered": left padding spreads their seals evenly over 128 steps. ``issue_ms``: until the host is free
+    recorded    as many steps as ``--recorded-steps`` says on one cache: recordings, and how often a forward waited
     compiled    "generate" and some of "steps" again, after ``model.compile(backend="kitty")``
 """
 
@@ -25,12 +27,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import transformers
 from common import RESULTS, write_result
+from latency_steps import WARMUP, Bench, recorded, recordings_of, steps, steps_of
 from shapes import (
     CONFIGS,
     allocated_bytes,
-    build,
     cache_bytes,
     clean,
     filled_kitty,
@@ -38,47 +39,9 @@ from shapes import (
     reset_peak,
     synchronize,
 )
-from systems import SYSTEMS, System
-
-import kitty_compile
-from kitty_compile.config import KittyConfig
-from kitty_compile.huggingface.support import cache_argument
-from kitty_compile.kernels.layout import PAGE_SIZE
+from systems import System
 
 Row = dict[str, Any]
-WARMUP = 4
-
-
-class Bench:
-    """The model and what the command line asks for."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.model = build(arguments.model, arguments.layers, arguments.device)
-        self.cache_name = cache_argument(self.model)
-
-    def ids(self, batch: int, columns: int) -> torch.Tensor:
-        return torch.randint(0, self.model.config.vocab_size, (batch, columns), device=self.model.device)
-
-    def system(self, name: str, batch: int = 1) -> System:
-        return SYSTEMS[name](self.model, batch)
-
-    def empty_cache(self, system: System, max_length: int) -> Any:
-        if system.preset is None:
-            return transformers.DynamicCache(config=self.model.config)
-        return kitty_compile.KittyCache(self.model.config, system.preset, max_length=max_length)
-
-    def forward(self, cache: Any, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits of the last column, with the arguments that generate gives."""
-        logits: torch.Tensor = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            logits_to_keep=1,
-            use_cache=True,
-            **{self.cache_name: cache},
-        ).logits
-        return logits
 
 
 # ---- prefill
@@ -157,89 +120,6 @@ def memory(bench: Bench) -> Iterator[Row]:
             }
 
 
-# ---- single steps
-
-
-def steps(bench: Bench) -> Iterator[Row]:
-    batches = [int(batch) for batch in bench.arguments.batches.split(",")]
-    for batch in batches:
-        yield from steps_of(bench, "kitty", batch, ("lockstep", "staggered")[: min(batch, 2)])
-    for name in ("kitty-pro", "lossless", "dynamic-eager"):
-        yield from steps_of(bench, name, batches[len(batches) // 2], ("lockstep",))
-
-
-def steps_of(bench: Bench, name: str, batch: int, kinds: tuple[str, ...]) -> Iterator[Row]:
-    with bench.system(name, batch) as system:
-        for rows in kinds:
-            clean()
-            yield {"system": name, **timed_steps(bench, system, rows)}
-
-
-def timed_steps(bench: Bench, system: System, rows: str) -> Row:
-    batch, length = system.batch, bench.arguments.length
-    count = bench.arguments.steps if system.preset else min(bench.arguments.steps, 64)
-    pads = [row * PAGE_SIZE // batch if rows == "staggered" else 0 for row in range(batch)]
-    room = length + WARMUP + count
-    mask = torch.ones(batch, room, dtype=torch.int64, device=bench.model.device)
-    for row, pad in enumerate(pads):
-        mask[row, :pad] = 0
-    cache = bench.empty_cache(system, room)
-    _fill_rows(bench, cache, mask[:, :length])
-    positions = mask.cumsum(dim=1) - 1
-    host, whole = [], []
-    for step in range(length, room):
-        synchronize()
-        start = time.perf_counter()
-        bench.forward(cache, system.ids, mask[:, : step + 1], positions[:, step : step + 1].contiguous())
-        host.append(time.perf_counter() - start)
-        synchronize()
-        whole.append(time.perf_counter() - start)
-    host, whole = host[WARMUP:], whole[WARMUP:]
-    row = {
-        "batch": batch,
-        "rows": rows,
-        "length": length,
-        "steps": count,
-        **_tail(whole),
-        "issue_ms": 1e3 * statistics.median(host),
-    }
-    if system.preset is not None:
-        graph = vars(bench.model)["forward"].graph
-        row |= {"recordings": graph.num_captures if graph else 0, "refusal": graph.refusal if graph else None}
-        row |= _seals(whole, pads, length + WARMUP, KittyConfig.preset(system.preset))
-    return row
-
-
-def _fill_rows(bench: Bench, cache: Any, mask: torch.Tensor) -> None:
-    """Random tokens in all columns that are no padding."""
-    config, model = bench.model.config, bench.model
-    shape = (len(mask), config.num_key_value_heads, mask.shape[1], config.head_dim)
-    key, value = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-    if isinstance(cache, kitty_compile.KittyCache):
-        cache.set_padding(mask)
-    for layer in range(config.num_hidden_layers):
-        cache.update(key, value, layer)
-
-
-def _seals(seconds: list[float], pads: list[int], first: int, config: KittyConfig) -> Row:
-    """Steps in which a row completes a page of keys or values, beside the others."""
-    edges = (config.sink_length, config.sink_length + config.value_window)
-    sealing = []
-    for index in range(len(seconds)):
-        tokens = [first + index + 1 - pad for pad in pads]
-        sealing.append(any((count - edge) % PAGE_SIZE == 0 for count in tokens for edge in edges))
-    seals = [value for value, is_sealing in zip(seconds, sealing, strict=True) if is_sealing]
-    median = statistics.median(seconds)
-    if not seals:
-        return {"sealing_steps": 0}
-    return {
-        "sealing_steps": len(seals),
-        "seal_ms": 1e3 * statistics.median(seals),
-        "seal_over_median": statistics.median(seals) / median,
-        "worst_seal_over_median": max(seals) / median,
-    }
-
-
 # ---- generate
 
 
@@ -283,6 +163,7 @@ def generation(bench: Bench, system: System) -> Row:
         seconds.append(wall(run))
     step = statistics.median(seconds[WARMUP:])
     return {
+        **(recordings_of(bench) if system.preset else {}),
         "prompt": prompt,
         "new_tokens": tokens,
         "first_seconds": first,
@@ -303,20 +184,8 @@ def compiled(bench: Bench) -> Iterator[Row]:
     yield from steps_of(bench, "kitty-compiled", batches[len(batches) // 2], ("lockstep", "staggered"))
 
 
-# ---- figures
-
-
 def _ms(seconds: list[float]) -> list[float]:
     return [round(1e3 * value, 3) for value in seconds]
-
-
-def _tail(seconds: list[float]) -> Row:
-    ordered = sorted(seconds)
-    return {
-        "p50_ms": 1e3 * statistics.median(ordered),
-        "p99_ms": 1e3 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
-        "max_ms": 1e3 * ordered[-1],
-    }
 
 
 def _over(value: float, base: float) -> float | None:
@@ -324,7 +193,14 @@ def _over(value: float, base: float) -> float | None:
     return value / base if base and value else None
 
 
-SECTIONS = {"prefill": prefill, "memory": memory, "generate": generate, "steps": steps, "compiled": compiled}
+SECTIONS = {
+    "prefill": prefill,
+    "memory": memory,
+    "generate": generate,
+    "steps": steps,
+    "recorded": recorded,
+    "compiled": compiled,
+}
 
 
 def parse() -> argparse.Namespace:
@@ -336,6 +212,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", default="1,8,32", help="rows of the section steps")
     parser.add_argument("--length", type=int, default=8192, help="columns before the first step")
     parser.add_argument("--steps", type=int, default=384)
+    parser.add_argument("--recorded-steps", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of the section generate")
     parser.add_argument("--seconds", type=float, default=100, help="no row is begun later")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

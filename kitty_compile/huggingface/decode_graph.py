@@ -3,6 +3,9 @@
 Lengths, positions and pages live on the device at fixed addresses, so that a recorded step serves every later one. A cache
 whose tensors moved, another batch or other arguments are recorded anew; what cannot be recorded runs as it did, and the log
 says why.
+
+A recording knows the weights, hooks and adapters that the model had when it was made, and nothing of what becomes of them. So
+every ``generate`` makes its own, which takes little more time than an eager step does, and no recording keeps its cache.
 """
 
 import dataclasses
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# Stands in a recorded output for the cache, which would otherwise live as long as the recording.
+_CACHE = object()
+
+
 @dataclasses.dataclass
 class _Recorded:
     """A graph, the tensors it reads, and what the forward returned when it was recorded."""
@@ -32,7 +39,8 @@ class _Recorded:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     call: Call
-    output: Any = None
+    output_type: Any = None
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class DecodeGraph:
@@ -41,12 +49,22 @@ class DecodeGraph:
     def __init__(self) -> None:
         self.recorded: _Recorded | None = None
         self.num_captures = 0
+        self.seconds = 0.0  # that the last recording took
         self.refusal: str | None = None
         self._warm: tuple[Any, ...] | None = None
         self._recording: _Recorded | None = None
         self._context: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._started, self._length_reads = 0.0, 0
+
+    def forget(self) -> None:
+        """Drop the recording with the memory of its own."""
+        self.recorded = None
+
+    def forget_orphan(self) -> None:
+        """Drop the recording if its cache is gone."""
+        if self.recorded is not None and self.recorded.cache() is None:
+            self.forget()
 
     def is_recorded(self, step: "Step") -> bool:
         recorded = self.recorded
@@ -97,10 +115,12 @@ class DecodeGraph:
         if self.refusal is not None:
             torch.cuda.synchronize()
             return
-        recording.output = output
+        recording.output_type = type(output)
+        recording.fields = {name: _CACHE if value is step.cache else value for name, value in output.items()}
         self.recorded = recording
         self.num_captures += 1
-        logger.info("a decode step was recorded in %.2f s", time.perf_counter() - self._started)
+        self.seconds = time.perf_counter() - self._started
+        logger.info("a decode step was recorded in %.2f s", self.seconds)
 
     def refuse(self, reason: str) -> None:
         if self.refusal is None:
@@ -117,11 +137,14 @@ class DecodeGraph:
                 target.copy_(source)
         recorded.graph.replay()
         step.cache.advance_host(step.call)
-        # The graph writes its output where the last step's lies.
-        fresh = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in recorded.output.items()
-        }
-        return type(recorded.output)(**fresh)
+        return recorded.output_type(**{name: _fresh(value, step.cache) for name, value in recorded.fields.items()})
+
+
+def _fresh(value: Any, cache: KittyCache) -> Any:
+    if value is _CACHE:
+        return cache
+    # The graph writes its output where the last step's lies.
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _static_call(call: Call) -> Call:

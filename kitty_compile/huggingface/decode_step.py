@@ -109,6 +109,9 @@ class DecodeStep:
 
     @_disable_dynamo
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.graph is not None:
+            # A prompt may need the memory.
+            self.graph.forget_orphan()
         return self.function(*args, **kwargs)
 
     @_disable_dynamo

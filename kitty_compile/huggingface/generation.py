@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 from transformers import GenerationConfig, PreTrainedModel
 
 from kitty_compile.huggingface.cache import KittyCache
+from kitty_compile.huggingface.decode_step import DecodeStep
 from kitty_compile.huggingface.hooks import ATTACHMENT, Attachment
 
 CONTINUOUS_BATCHING_METHODS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -21,6 +22,7 @@ def prepare_cache(
     """Replaces ``_prepare_cache_for_generation``: writes a KittyCache to ``model_kwargs`` where a DynamicCache would be."""
     attachment: Attachment = vars(model)[ATTACHMENT]
     _check_implementation(attachment, model, generation_config)
+    _forget_recording(model, generation_config)
     if generation_config.use_cache is False or model_kwargs.get(attachment.cache_argument) is not None:
         type(model)._prepare_cache_for_generation(  # type: ignore[attr-defined]
             model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -29,6 +31,14 @@ def prepare_cache(
     cache = KittyCache(model.config, attachment.config, max_length=_max_length(generation_config, max_cache_length))
     cache.is_bounded_by_generate = generation_config.max_cache_len is None
     model_kwargs[attachment.cache_argument] = cache
+
+
+def _forget_recording(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
+    """Weights, hooks and adapters may have changed since the last call; they cannot within one, of which an assistant gets
+    many short parts."""
+    step = vars(model).get("forward")
+    if isinstance(step, DecodeStep) and step.graph is not None and not generation_config.is_assistant:
+        step.graph.forget()
 
 
 def _max_length(generation_config: GenerationConfig, max_cache_length: int) -> int | None:

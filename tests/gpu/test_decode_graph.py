@@ -98,6 +98,42 @@ def test_replays_do_not_wait_for_the_device():
     assert cache.lengths.tolist() == [364, 364]
 
 
+def test_what_changed_between_two_generates_is_seen():
+    tokens = {}
+    for mode in (False, "auto"):
+        model = build("llama")
+        kitty_compile.apply(model, compile=mode)
+        name = vars(model)["_kitty_attachment"].cache_argument
+        inputs = prompt(1, 60)
+        first = generate(model, inputs, max_new_tokens=40, min_new_tokens=40, return_dict_in_generate=True)
+        hook = model.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+        held = {"input_ids": first.sequences, name: first[name]}
+        changed = [
+            generate(model, inputs, max_new_tokens=40, min_new_tokens=40),
+            generate(model, held, max_new_tokens=40, min_new_tokens=40),
+        ]
+        hook.remove()
+        tokens[mode] = [first.sequences, *changed, generate(model, inputs, max_new_tokens=40, min_new_tokens=40)]
+    assert graph_of(model).num_captures == 4
+    for eager, graphed in zip(tokens[False], tokens["auto"], strict=True):
+        assert torch.equal(eager, graphed)
+    assert not torch.equal(tokens[False][0], tokens[False][1])
+
+
+def test_memory_goes_with_the_cache():
+    model = build("llama")
+    kitty_compile.apply(model)
+    generate(model, prompt(2, 60), max_new_tokens=20, min_new_tokens=20)
+    assert graph_of(model).num_captures == 1
+    assert vars(model)["_kitty_attachment"].latest_cache() is None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        generate(model, prompt(2, 60), max_new_tokens=20, min_new_tokens=20)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before
+
+
 def test_a_step_that_cannot_be_captured_runs_eagerly(caplog):
     model = build("llama")
     kitty_compile.apply(model)
