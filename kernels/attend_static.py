@@ -10,7 +10,7 @@ Before                                          After
                                                   key_pages[ids] = where(is_complete, seal(...), key_pages[ids]); ...
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,9 @@ import torch
 from kitty_compile.kernels import attend_torch, reference
 from kitty_compile.kernels.layout import PAGE_SIZE, LayerTensors, PageLayout, RawLayout
 from kitty_compile.kernels.ops import OpParameters
+
+# Elements: what the rows of a bias start at a multiple of, for CUDA's memory-efficient attention.
+_BIAS_ALIGNMENT = 8
 
 
 def attend_and_update(
@@ -116,10 +119,7 @@ def _attend_dense(
     folded = torch.cat([query[:, member::group] for member in range(group)], dim=2).to(key.dtype)
     mask = torch.cat([visible] * group, dim=2)
     if softcap == 0 and sinks is None:
-        output = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
-        if query.device.type != "cpu":
-            # Not every kernel there gives zeros for a row that sees nothing.
-            output = output.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
+        output = _fused(folded, key, value, mask, scale)
     else:
         scores = (folded.float() * scale) @ key.float().mT
         scores = torch.tanh(scores / softcap) * softcap if softcap > 0 else scores
@@ -129,6 +129,31 @@ def _attend_dense(
     output = output.clamp(-largest, largest).to(query.dtype)
     members = [output.narrow(2, member * num_columns, num_columns).unbind(1) for member in range(group)]
     return torch.stack([head for heads in zip(*members, strict=True) for head in heads], dim=1)
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention [B, H, M, Dv] by an operator that keeps no scores, as a mask bool [B, 1, M, N] says; 0 where nothing is
+    visible."""
+    if query.device.type == "cuda":
+        # Left to choose while tracing, torch may take cuDNN, which plans anew for every number of tokens.
+        bias = _bias(mask, query.dtype).expand(-1, key.shape[1], -1, -1)
+        attend: Callable[..., tuple[torch.Tensor, ...]] = torch.ops.aten._scaled_dot_product_efficient_attention
+        output = attend(query, key, value, bias, False, scale=scale)[0]
+    else:
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    if query.device.type != "cpu":
+        # Not every kernel there gives zeros for a row that sees nothing.
+        output = output.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
+    return output
+
+
+def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores: 0 where a mask [..., N] is true, else -inf. Rows lie as far apart as CUDA's kernels ask for."""
+    num_tokens = mask.shape[-1]
+    padded = torch.nn.functional.pad(mask, (0, -num_tokens % _BIAS_ALIGNMENT))
+    return torch.zeros_like(padded, dtype=dtype).masked_fill(~padded, -torch.inf)[..., :num_tokens]
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, num_columns: int) -> torch.Tensor:

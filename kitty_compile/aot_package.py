@@ -4,16 +4,20 @@ A package holds weights, code and an empty state. It is loaded here with the met
 ``torch._inductor.aoti_load_package`` and its counterpart in C++; ``passes/lower_attend.py`` says what its inputs are.
 """
 
+import contextlib
 import json
 import os
 import pathlib
+import tempfile
 import uuid
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torchgen.aoti.fallback_ops import inductor_fallback_ops  # type: ignore[import-untyped]
 
 from kitty_compile.kernels.layout import PAGE_SIZE, RawLayout
 from kitty_compile.manifest import Manifest
@@ -39,21 +43,44 @@ def aot_compile(program: Program, path: Path) -> None:
         path: of the package, ending in .pt2. The file takes its name when it is complete.
 
     Raises:
-        ValueError: ``path`` does not end in .pt2.
+        ValueError: ``path`` does not end in .pt2, or this version of torch has no native form of an operator in the program.
     """
     target = pathlib.Path(path)
     if target.suffix != ".pt2":
         raise ValueError(f"path must end in .pt2, got {target.name}")
+    _check_experts(program.exported)
     lowered = lower_attend(program.exported, program.max_length)
     counters = _empty_state(lowered)
     metadata = {_MANIFEST: program.manifest.to_json(), _COUNTERS: json.dumps(counters)}
     options = {**_known_options(), "aot_inductor.metadata": metadata}
     partial = target.with_name(f"{target.stem}-{uuid.uuid4().hex}.pt2")
     try:
-        torch._inductor.aoti_compile_and_package(lowered, package_path=str(partial), inductor_configs=options)
+        with _own_folder():
+            torch._inductor.aoti_compile_and_package(lowered, package_path=str(partial), inductor_configs=options)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _check_experts(exported: ExportedProgram) -> None:
+    """Before torch 2.12, inductor calls for this operator a C function that libtorch does not have."""
+    name = "aten._grouped_mm.default"
+    if name not in inductor_fallback_ops and any(str(node.target) == name for node in exported.graph.nodes):
+        raise ValueError(
+            f"the program must have no {name} to be compiled by torch {torch.__version__}, got a model with experts: call "
+            'model.set_experts_implementation("batched_mm") before export'
+        )
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[None]:
+    """Within this context inductor's files of a package have a folder of their own, which then goes: they hold the weights. Its
+    own choice is a folder for every graph, whose files two processes that compile the same model would overwrite meanwhile."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kitty-") as folder,
+        torch._inductor.config.patch({"aot_inductor.output_path": folder}),
+    ):
+        yield
 
 
 def _known_options() -> dict[str, Any]:
