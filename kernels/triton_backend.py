@@ -54,7 +54,7 @@ def attend_and_update(
     seed: int,
     layer: int,
 ) -> torch.Tensor:
-    """``attend``, then ``update``; a decode step in four launches."""
+    """``attend``, then ``update``; a decode step in three launches."""
     call = Call.of(query, key, value, columns, counts, state, layout, raw, scale, softcap, sinks, is_empty)
     if call.is_step:
         with torch.cuda.device_of(query):
