@@ -26,6 +26,8 @@ from kitty_compile.program import Program, is_counter, is_state
 
 Path = str | os.PathLike[str]
 _MANIFEST, _COUNTERS = "kitty_manifest", "kitty_counters"
+# Bytes, of inputs on CUDA.
+_ALIGNMENT = 16
 _OPTIONS = {
     # Pages must come out bit for bit as from every other backend: roundings to 16 bits are kept, quotients are IEEE's.
     "emulate_precision_casts": True,
@@ -43,12 +45,12 @@ def aot_compile(program: Program, path: Path) -> None:
         path: of the package, ending in .pt2. The file takes its name when it is complete.
 
     Raises:
-        ValueError: ``path`` does not end in .pt2, or this version of torch has no native form of an operator in the program.
+        ValueError: ``path`` does not end in .pt2, or an operator of the program has no native code in this version of torch.
     """
     target = pathlib.Path(path)
     if target.suffix != ".pt2":
         raise ValueError(f"path must end in .pt2, got {target.name}")
-    _check_experts(program.exported)
+    _check_operators(program.exported)
     lowered = lower_attend(program.exported, program.max_length)
     counters = _empty_state(lowered)
     metadata = {_MANIFEST: program.manifest.to_json(), _COUNTERS: json.dumps(counters)}
@@ -62,14 +64,24 @@ def aot_compile(program: Program, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _check_experts(exported: ExportedProgram) -> None:
-    """Before torch 2.12, inductor calls for this operator a C function that libtorch does not have."""
-    name = "aten._grouped_mm.default"
-    if name not in inductor_fallback_ops and any(str(node.target) == name for node in exported.graph.nodes):
+def _check_operators(exported: ExportedProgram) -> None:
+    """Raise a ValueError for operators that only Python has, and for those that inductor calls by a missing function of C."""
+    used = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    refused = sorted(str(target) for target in used if not _is_native(target))
+    if refused:
         raise ValueError(
-            f"the program must have no {name} to be compiled by torch {torch.__version__}, got a model with experts: call "
-            'model.set_experts_implementation("batched_mm") before export'
+            f"the program must have operators with native code in torch {torch.__version__} alone to be compiled, got "
+            f'{", ".join(refused)}; where they are those of experts, call model.set_experts_implementation("batched_mm") '
+            "before export"
         )
+
+
+def _is_native(target: torch._ops.OpOverload) -> bool:
+    if str(target) == "aten._grouped_mm.default":
+        # Lowered by itself, without a look at what there is in C; torch 2.12 is the first to have it.
+        return str(target) in inductor_fallback_ops
+    # Those of this project are replaced.
+    return target.namespace in ("aten", "prims", "kitty")
 
 
 @contextlib.contextmanager
@@ -122,14 +134,20 @@ class PackagedProgram(Program):
         """The graph's inputs; the last two speak by their length alone."""
         counts = (max(self._raw.pages_for(self.columns), 1), -(-ids.shape[1] // PAGE_SIZE))
         pages = [torch.empty(count, dtype=torch.uint8, device=ids.device) for count in counts]
-        # Native code takes the strides of its example for granted.
-        return [tensor.contiguous() for tensor in (*super()._arguments(ids, mask), *pages)]
+        return [_as_compiled(tensor) for tensor in (*super()._arguments(ids, mask), *pages)]
 
     def save(self, path: Path) -> None:
         """Raises a ValueError: a package is a file already."""
         raise ValueError(
             f"the program must come from export to be saved, got one that was loaded from a package: {path}"
         )
+
+
+def _as_compiled(tensor: torch.Tensor) -> torch.Tensor:
+    """With strides and alignment of the example, which native code takes for granted: it copies what is not aligned itself, and
+    says so on stderr in every call."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 class _Runner(nn.Module):

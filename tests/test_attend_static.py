@@ -273,3 +273,20 @@ def test_a_sliding_window(sizes, softcap, sinks):
         assert torch.allclose(output.transpose(1, 2)[real], expected.transpose(1, 2)[real], atol=1e-5)
         assert output.isfinite().all()
         assert same_bytes([tensor.contiguous() for tensor in one], other)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 159, 160])
+def test_a_bias_says_what_a_mask_says(num_tokens):
+    """And its rows start where CUDA's kernels want them; a row that sees nothing is hidden whole."""
+    mask = torch.rand(2, 1, 6, num_tokens) < 0.5
+    mask[0, 0, 3], mask[1, 0, 2] = False, True
+    bias = attend_static._bias(mask, torch.bfloat16)
+    assert bias.shape == mask.shape
+    assert torch.equal(bias == 0, mask)
+    assert torch.equal(bias == -torch.inf, ~mask)
+    assert all(stride % 8 == 0 for stride in bias.stride()[:-1])
+    assert bias.stride(-1) == 1
+    query, key, value = (torch.randn(2, 3, size, 16) for size in (6, num_tokens, num_tokens))
+    expected = attend_static._fused(query, key, value, mask, 0.25)
+    found = torch.softmax(query @ key.mT * 0.25 + bias.float(), dim=-1).nan_to_num(0.0) @ value
+    torch.testing.assert_close(found, expected)
