@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 import kitty_compile
 from kitty_compile import loading
 from kitty_compile.huggingface.support import cache_argument
+from kitty_compile.measure import stock_bytes
 
 ROUNDS = 3
 WARM_UP_STEPS = 4
@@ -73,9 +74,7 @@ class System:
 
     @property
     def nbytes(self) -> int:
-        if self.is_kitty:
-            return int(self.cache.nbytes)
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        return int(self.cache.nbytes) if self.is_kitty else stock_bytes(self.cache)
 
     def _call(self, ids: torch.Tensor) -> None:
         self.model(ids, logits_to_keep=1, **{cache_argument(self.model): self.cache})

@@ -112,26 +112,25 @@ def recordings_of(bench: Bench) -> Row:
 def recorded(bench: Bench) -> Iterator[Row]:
     batches = [int(batch) for batch in bench.arguments.batches.split(",")]
     prompt, count = min(map(int, bench.arguments.prompts.split(","))), bench.arguments.recorded_steps
-    for name in ("kitty",):
-        with bench.system(name, batches[len(batches) // 2]) as system:
-            room = prompt + WARMUP + count
-            mask = torch.ones(system.batch, room, dtype=torch.int64, device=bench.model.device)
-            cache, positions = bench.empty_cache(system, room), mask.cumsum(dim=1) - 1
-            _fill_rows(bench, cache, mask[:, :prompt])
+    with bench.system("kitty", batches[len(batches) // 2]) as system:
+        room = prompt + WARMUP + count
+        mask = torch.ones(system.batch, room, dtype=torch.int64, device=bench.model.device)
+        cache, positions = bench.empty_cache(system, room), mask.cumsum(dim=1) - 1
+        _fill_rows(bench, cache, mask[:, :prompt])
 
-            def steps_to(first: int, last: int) -> None:
-                for step in range(first, last):
-                    where = positions[:, step : step + 1].contiguous()  # noqa: B023
-                    bench.forward(cache, system.ids, mask[:, : step + 1], where)  # noqa: B023
-                synchronize()
+        def steps_to(first: int, last: int) -> None:
+            for step in range(first, last):
+                where = positions[:, step : step + 1].contiguous()
+                bench.forward(cache, system.ids, mask[:, : step + 1], where)
+            synchronize()
 
-            steps_to(prompt, prompt + WARMUP)
-            start = time.perf_counter()
-            with waits_for_device() as waits:
-                steps_to(prompt + WARMUP, room)
-            row = {"step_ms": 1e3 * (time.perf_counter() - start) / count, **recordings_of(bench)}
-        waited = sum("synchroniz" in str(wait.message) for wait in waits) if torch.cuda.is_available() else None
-        yield {"system": name, "batch": system.batch, "prompt": prompt, "steps": count, "waits": waited, **row}
+        steps_to(prompt, prompt + WARMUP)
+        start = time.perf_counter()
+        with waits_for_device() as waits:
+            steps_to(prompt + WARMUP, room)
+        row = {"step_ms": 1e3 * (time.perf_counter() - start) / count, **recordings_of(bench)}
+    waited = sum("synchroniz" in str(wait.message) for wait in waits) if torch.cuda.is_available() else None
+    yield {"system": "kitty", "batch": system.batch, "prompt": prompt, "steps": count, "waits": waited, **row}
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kitty_compile.kernels.primitives import new_count, raw_slot
+from kitty_compile.kernels.primitives import new_column, new_count, raw_slot, row_columns
 
 
 @triton.jit
@@ -46,29 +46,26 @@ def append_items(
 ):
     """Write a block of ITEMS of the call's (row, head, new token) to the raw slots, but for tokens that the call itself
     overwrites."""
-    item = (block * ITEMS + tl.arange(0, ITEMS)).to(tl.int64)
+    item = block * ITEMS + tl.arange(0, ITEMS)
     is_item = item < num_items
-    index = (item % num_columns).to(tl.int32)
-    head = item // num_columns % NUM_HEADS
-    row = item // num_columns // NUM_HEADS
-    length = tl.load(lengths_ptr + row, mask=is_item, other=0)
-    count = num_columns
-    if counts_ptr is not None:
-        count = tl.load(counts_ptr + row, mask=is_item, other=0)
+    item = tl.minimum(item, num_items - 1)
+    index = item % num_columns
+    head = (item // num_columns % NUM_HEADS).to(tl.int64)
+    row = (item // num_columns // NUM_HEADS).to(tl.int64)
+    length = tl.load(lengths_ptr + row)
+    count = new_count(counts_ptr, row, num_columns)
     is_new = is_item & (index < count)
-    column = index
-    if columns_ptr is not None:
-        column = tl.load(columns_ptr + row * num_columns + index, mask=is_new, other=0).to(tl.int32)
+    column = new_column(row_columns(columns_ptr, row, num_columns), index, is_new).to(tl.int64)
     token = length + index
     total = length + count
     place = row * NUM_HEADS + head
     _copy_items(
-        key_ptr + row * key_stride_row + head * key_stride_head + column.to(tl.int64) * key_stride_column,
+        key_ptr + row * key_stride_row + head * key_stride_head + column * key_stride_column,
         raw_key_ptr + place * ((SINK + KEY_RING) * KEY_DIM), token,
         is_new & ((token < SINK) | (token >= total - KEY_RING)), SINK, KEY_RING, KEY_DIM, KEY_BLOCK,
     )  # fmt: skip
     _copy_items(
-        value_ptr + row * value_stride_row + head * value_stride_head + column.to(tl.int64) * value_stride_column,
+        value_ptr + row * value_stride_row + head * value_stride_head + column * value_stride_column,
         raw_value_ptr + place * ((SINK + VALUE_RING) * VALUE_DIM), token,
         is_new & ((token < SINK) | (token >= total - VALUE_RING)), SINK, VALUE_RING, VALUE_DIM, VALUE_BLOCK,
     )  # fmt: skip

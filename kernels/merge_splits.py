@@ -32,7 +32,7 @@ def _merge_parts(
 def merge_splits_kernel(
     partial_ptr,  # fp32 [num_rows, num_parts, Dv]
     lse_ptr,  # fp32 [num_rows, num_parts], -inf where a part has no output
-    split_partial_ptr,  # fp32 [batch * num_splits, num_rows / batch, Dv]: further parts, dealt as ``attend_pages_kernel`` does
+    split_partial_ptr,  # fp32 [batch * num_splits, num_rows / batch, Dv]: further parts, dealt by ``deal_splits``
     split_lse_ptr,
     dealt_ptr,  # i32 [2, batch]: the first split of each row and their number, or None where all have num_splits
     output_ptr,

@@ -15,6 +15,7 @@ from kitty_compile.kernels.primitives import (
     high_word_offset,
     mix_hash,
     new_column,
+    new_count,
     order_key_words,
     order_value_words,
     pack_words,
@@ -225,16 +226,27 @@ def _seal_value_page(
 
 @triton.jit
 def _rows_pages(row, batch, lengths_ptr, counts_ptr, num_columns, SINK: tl.constexpr, VALUE_WINDOW: tl.constexpr):
-    """How many pages the call completes in each of some rows: in K, and in K and V together."""
-    length = tl.load(lengths_ptr + row, mask=row < batch, other=0)
-    total = length
-    if counts_ptr is None:
-        total += tl.where(row < batch, num_columns, 0)
-    else:
-        total += tl.load(counts_ptr + row, mask=row < batch, other=0)
+    """How many pages the call completes in each of some rows, none beyond the batch: in K, and in K and V together."""
+    real = tl.minimum(row, batch - 1)
+    length = tl.load(lengths_ptr + real)
+    total = length + tl.where(row < batch, new_count(counts_ptr, real, num_columns), 0)
     keys = sealed_pages(total, SINK) - sealed_pages(length, SINK)
     values = sealed_pages(total, SINK + VALUE_WINDOW) - sealed_pages(length, SINK + VALUE_WINDOW)
     return keys, keys + values
+
+
+@triton.jit
+def _page_rows(
+    page_index, raw_ptr, new_ptr, stride_row, stride_head, stride_column, row, head, columns_ptr, length, num_columns,
+    NUM_HEADS: tl.constexpr, SINK: tl.constexpr, RING: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the tokens of a page that the call completes, [128]."""
+    token = page_index * PAGE_SIZE + SINK + tl.arange(0, PAGE_SIZE)
+    column = new_column(row_columns(columns_ptr, row, num_columns), token - length, token >= length)
+    return token_pointers(
+        raw_ptr + (row * NUM_HEADS + head) * ((SINK + RING) * HEAD_DIM), HEAD_DIM,
+        new_ptr + row * stride_row + head * stride_head, stride_column, token, column, length, SINK, RING,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "num_columns", "table_stride", "hash_base"])
@@ -306,7 +318,6 @@ def seal_pages_kernel(
     if num_pages == 0:  # as in most decode steps
         return
     ends = tl.cumsum(counts, axis=0)
-    tokens = tl.arange(0, PAGE_SIZE)
     for item in range(program, num_pages * NUM_HEADS, tl.num_programs(0)):
         head = item % NUM_HEADS
         index = item // NUM_HEADS
@@ -314,33 +325,27 @@ def seal_pages_kernel(
         index -= tl.sum(tl.where(ends <= index, counts, 0), axis=0)
         num_keys = tl.sum(tl.where(rows == row, key_counts, 0), axis=0)
         length = tl.load(lengths_ptr + row)
-        columns = row_columns(columns_ptr, row, num_columns)
         long_row = row.to(tl.int64)
         long_head = head.to(tl.int64)
+        row_table_ptr = table_ptr + long_row * table_stride
         if index < num_keys:
             page_index = sealed_pages(length, SINK) + index
-            token = page_index * PAGE_SIZE + SINK + tokens
-            column = new_column(columns, token - length, token >= length)
-            pointers = token_pointers(
-                raw_key_ptr + (long_row * NUM_HEADS + head) * ((SINK + KEY_RING) * KEY_DIM), KEY_DIM,
-                key_ptr + long_row * key_stride_row + long_head * key_stride_head, key_stride_column,
-                token, column, length, SINK, KEY_RING,
+            pointers = _page_rows(
+                page_index, raw_key_ptr, key_ptr, key_stride_row, key_stride_head, key_stride_column, long_row, long_head,
+                columns_ptr, length, num_columns, NUM_HEADS, SINK, KEY_RING, KEY_DIM,
             )  # fmt: skip
-            page = tl.load(table_ptr + long_row * table_stride + page_index).to(tl.int64)
+            page = tl.load(row_table_ptr + page_index).to(tl.int64)
             _seal_key_page(
                 pointers, key_pages_ptr + (page * NUM_HEADS + head) * KEY_BYTES, hash_base, head, page_index, IS_RANDOM,
                 KEY_DIM, KEY_BITS, NUM_BOOSTED, NUM_SLOTS, KEY_HIGH, KEY_SCALE, KEY_ZERO, KEY_BOOST, KEY_BLOCK,
             )  # fmt: skip
         else:
             page_index = sealed_pages(length, SINK + VALUE_WINDOW) + index - num_keys
-            token = page_index * PAGE_SIZE + SINK + tokens
-            column = new_column(columns, token - length, token >= length)
-            pointers = token_pointers(
-                raw_value_ptr + (long_row * NUM_HEADS + head) * ((SINK + VALUE_RING) * VALUE_DIM), VALUE_DIM,
-                value_ptr + long_row * value_stride_row + long_head * value_stride_head, value_stride_column,
-                token, column, length, SINK, VALUE_RING,
+            pointers = _page_rows(
+                page_index, raw_value_ptr, value_ptr, value_stride_row, value_stride_head, value_stride_column, long_row,
+                long_head, columns_ptr, length, num_columns, NUM_HEADS, SINK, VALUE_RING, VALUE_DIM,
             )  # fmt: skip
-            page = tl.load(table_ptr + long_row * table_stride + page_index).to(tl.int64)
+            page = tl.load(row_table_ptr + page_index).to(tl.int64)
             _seal_value_page(
                 pointers, value_pages_ptr + (page * NUM_HEADS + head) * VALUE_BYTES,
                 VALUE_DIM, VALUE_BITS, VALUE_HIGH, VALUE_SCALE, VALUE_ZERO, VALUE_BLOCK,

@@ -28,6 +28,32 @@ def deal_splits(lengths_ptr, batch, num_splits, SINK: tl.constexpr, VALUE_WINDOW
     return counts, tl.cumsum(counts, axis=0)
 
 
+@triton.jit
+def _split_pages(
+    item, lengths_ptr, dealt_ptr, batch, num_splits, SINK: tl.constexpr, VALUE_WINDOW: tl.constexpr, ROWS: tl.constexpr
+):
+    """Row, first and last page of a split. Of dealt ones the merge is told; one that no row needs has no pages."""
+    if dealt_ptr is None:
+        row = item // num_splits
+        first_page, last_page = pages_of_split(
+            tl.load(lengths_ptr + row), item % num_splits, num_splits, SINK, VALUE_WINDOW, False
+        )
+    else:
+        counts, ends = deal_splits(lengths_ptr, batch, num_splits, SINK, VALUE_WINDOW, ROWS)
+        row = tl.sum((ends <= item).to(tl.int32), axis=0)
+        first_split = tl.sum(tl.where(ends <= item, counts, 0), axis=0)
+        splits = tl.sum(tl.where(tl.arange(0, ROWS) == row, counts, 0), axis=0)
+        is_dealt = row < batch
+        tl.store(dealt_ptr + row, first_split, mask=is_dealt)
+        tl.store(dealt_ptr + batch + row, splits, mask=is_dealt)
+        row = tl.minimum(row, batch - 1)
+        first_page, last_page = pages_of_split(
+            tl.load(lengths_ptr + row), item - first_split, tl.maximum(splits, 1), SINK, VALUE_WINDOW, False
+        )
+        last_page = tl.where(is_dealt, last_page, first_page)
+    return row, first_page, last_page
+
+
 @triton.jit(
     do_not_specialize=[
         "table_stride", "num_columns", "num_splits", "num_blocks", "num_raw_parts", "part_tokens", "batch",
@@ -112,24 +138,10 @@ def attend_step_kernel(
     last_page = 0
     part = 0
     if is_split:
-        if dealt_ptr is not None:
-            counts, ends = deal_splits(lengths_ptr, batch, num_splits, SINK, VALUE_WINDOW, DEALT_ROWS)
-            row = tl.sum((ends <= item).to(tl.int32), axis=0)
-            split = item - tl.sum(tl.where(ends <= item, counts, 0), axis=0)
-            splits = tl.sum(tl.where(tl.arange(0, DEALT_ROWS) == row, counts, 0), axis=0)
-            is_dealt = row < batch
-            tl.store(dealt_ptr + row, item - split, mask=is_dealt)
-            tl.store(dealt_ptr + batch + row, splits, mask=is_dealt)
-            row = tl.minimum(row, batch - 1)
-            splits = tl.where(is_dealt, splits, 1)
-        else:
-            row = item // num_splits
-            split = item % num_splits
-            splits = num_splits
-        first_page, last_page = pages_of_split(tl.load(lengths_ptr + row), split, splits, SINK, VALUE_WINDOW, False)
+        row, first_page, last_page = _split_pages(
+            item, lengths_ptr, dealt_ptr, batch, num_splits, SINK, VALUE_WINDOW, DEALT_ROWS
+        )
         place = partial_rows(item.to(tl.int64), head, column, member, num_columns, NUM_HEADS, GROUP)
-        if dealt_ptr is not None:
-            last_page = tl.where(is_dealt, last_page, first_page)
         partial_ptr = split_partial_ptr
         lse_ptr = split_lse_ptr
     else:

@@ -17,6 +17,7 @@ from kitty_compile.cli_options import (
     JsonOption,
     ModelArgument,
     PresetOption,
+    RandomWeightsOption,
     one_line_errors,
     print_json,
 )
@@ -94,9 +95,7 @@ def generate(
 def report(
     model: ModelArgument,
     preset: PresetOption = "kitty",
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Build the model from its configuration alone, without weights.")
-    ] = False,
+    random_weights: RandomWeightsOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,

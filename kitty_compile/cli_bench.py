@@ -15,6 +15,7 @@ from kitty_compile.cli_options import (
     JsonOption,
     ModelArgument,
     PresetOption,
+    RandomWeightsOption,
     one_line_errors,
     print_json,
 )
@@ -40,10 +41,7 @@ def bench(
         float | None, typer.Option(help="Bytes for caches, to count the largest batch; what is free on a GPU.")
     ] = None,
     preset: PresetOption = "kitty",
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="Build the model from its configuration alone, without its weights."),
-    ] = False,
+    random_weights: RandomWeightsOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
@@ -56,7 +54,7 @@ def bench(
         config = KittyConfig.preset(preset)
         settings = benchmarking.Settings(length, tuple(batch or ()), steps, seconds, memory)
         _tell("loading the model")
-        load = _random_model if random_weights else loading.load_model
+        load = loading.build_random_model if random_weights else loading.load_model
         language_model = load(model, dtype=dtype, device=device)
         result = benchmarking.run(language_model, config, settings, _tell)
     where = _environment(language_model)
@@ -177,23 +175,6 @@ def _environment(model: "PreTrainedModel") -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": versions,
     }
-
-
-def _random_model(name: str, *, dtype: str, device: str) -> "PreTrainedModel":
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from kitty_compile import loading
-
-    target = loading.pick_device(device)
-    picked = loading.pick_dtype(dtype, target, is_gguf=name.endswith(".gguf"))
-    shapes = loading.build_random_model(name)
-    with torch.device(target):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            shapes.config, dtype=shapes.dtype if picked == "auto" else picked
-        )
-    model.eval()
-    return model
 
 
 def _tell(line: str) -> None:

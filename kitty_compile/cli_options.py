@@ -11,6 +11,9 @@ from kitty_compile.config import KittyConfig
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a .gguf file or a hub id.")]
 PresetOption = Annotated[str, typer.Option(help=f"One of {', '.join(KittyConfig.presets())}.")]
+RandomWeightsOption = Annotated[
+    bool, typer.Option("--random-weights", help="Build the model from its configuration alone, without its weights.")
+]
 DtypeOption = Annotated[str, typer.Option(help="auto, float16, bfloat16 or float32.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -57,11 +57,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return _load(name, AutoTokenizer.from_pretrained, _source_of(name))  # type: ignore[no-any-return]
 
 
-def build_random_model(name: str) -> PreTrainedModel:
-    """A model of this configuration without weights, on torch's meta device: it shows shapes and costs no memory."""
-    config = _load(name, AutoConfig.from_pretrained, _source_of(name))
-    with torch.device("meta"):
-        model = _load(name, lambda name: AutoModelForCausalLM.from_config(config), {"name": name})
+def build_random_model(name: str, *, dtype: str | None = None, device: str = "meta") -> PreTrainedModel:
+    """A model of this configuration without its weights: with random ones, or on torch's meta device, where it shows shapes and
+    costs no memory, with none. ``dtype`` None is the configuration's own."""
+    source, target = _source_of(name), pick_device(device)
+    picked = "auto" if dtype is None else pick_dtype(dtype, target, is_gguf="gguf_file" in source)
+    config = _load(name, AutoConfig.from_pretrained, source)
+    arguments = {"config": config, **({} if picked == "auto" else {"dtype": picked})}
+    with target:
+        model = _load(name, AutoModelForCausalLM.from_config, arguments)
     return model.eval()  # type: ignore[no-any-return]
 
 
